@@ -1,0 +1,655 @@
+"""The decoder, whole: ids -> vectors -> blocks -> vectors -> loss or next id.
+
+One class covers two architectures.  The defaults are Stack-100M (rotary positions, RMSNorm, SwiGLU, grouped-query
+attention with QK-norm, tied table: a Qwen3 checkpoint elsewhere); the GPT-2 switches (learned positions, LayerNorm, GELU,
+biases) make it exactly GPT-2.
+
+Two things are worth knowing before reading on.
+
+*The table is used twice.*  `embed.weight` (V, C) turns ids into vectors by copying rows, and the same storage, through
+`F.linear(h, table)`, turns vectors into logits.  There is one parameter, one optimizer slot, one tensor on disk.
+
+*The logits never exist.*  [N, V] logits are the largest tensor of a small model's training step (64 times the hidden
+states at V=32768, C=512).  `fused_linear_cross_entropy` walks over the tokens in chunks, and since the loss is a plain
+mean its gradient is known as soon as a chunk's softmax is: both gradients are formed in the forward pass and the chunk is
+overwritten by the next one.  Nothing is recomputed, nothing of size [N, V] is held.  (Checkpointed chunks, the usual
+answer, pay the head's matmul twice; Liger-Kernel showed gradient-in-forward, arXiv 2410.10989.)
+
+Shapes: B batch, T time (queries), S keys, C d_model, H n_heads, K n_kv_heads, D head_dim, F d_ff, V padded vocabulary,
+L n_layers, N = B*T tokens.  This file imports torch and the standard library only: it can be copied out and used alone.
+"""
+
+import functools
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+INIT_STD = 0.02  # GPT-2's; nn.Embedding's own N(0, 1) starts a tied model at a loss of ~500 nats
+
+
+@dataclass
+class ModelConfig:
+    # vocabulary
+    vocab_size: int = 32768  # real ids: ranks + special tokens; the tokenizer decides it
+    vocab_multiple: int = 64  # table rows are padded up to a multiple of this; pad rows never get probability
+    tie_embeddings: bool = True  # one table for input and output
+    embed_scale: bool = False  # multiply embeddings by sqrt(d_model) (original Transformer, Gemma)
+    # shape
+    d_model: int = 512  # width of the residual stream
+    n_layers: int = 30
+    n_heads: int = 8  # query heads
+    n_kv_heads: int = 2  # key/value heads, shared by groups of query heads
+    head_dim: int = 64
+    d_ff: int = 1408  # hidden width of the MLP
+    max_seq_len: int = 2048  # longest context, in tokens
+    # switches
+    pos: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10000.0
+    nope_every: int = 0  # every n-th layer has no rotary positions; 0 = off
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    bias: bool = False  # biases in linears and LayerNorm
+    qk_norm: bool = True  # RMSNorm over head_dim on queries and keys, before rotation
+    logit_softcap: float = 0.0  # cap * tanh(logits / cap), in training and sampling; 0 = off
+    dropout: float = 0.0  # on embeddings, attention and residual branches; active in training only
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the table: vocab_size rounded up to vocab_multiple."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def problems(self) -> list[str]:
+        """Every impossible setting, as sentences a user can act on; empty when the config is sound."""
+        found = []
+        positive = ("vocab_size", "vocab_multiple", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+        for name in (*positive, "max_seq_len", "rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                found.append(f"{name} ({getattr(self, name)}) must be positive.")
+        for name in ("nope_every", "logit_softcap"):
+            if getattr(self, name) < 0:
+                found.append(f"{name} ({getattr(self, name)}) must be 0 (off) or positive.")
+        if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
+            fits = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
+            found.append(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}). "
+                         f"Set n_kv_heads to one of {fits}.")
+        if self.pos == "rope" and self.head_dim % 2:
+            found.append(f"head_dim ({self.head_dim}) must be even for rotary positions. Set it to {self.head_dim + 1}.")
+        if self.pos == "learned" and self.nope_every:
+            found.append("nope_every drops rotary positions from layers, but pos is 'learned'. "
+                         "Set pos='rope' or nope_every=0.")
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout ({self.dropout}) must lie in [0, 1).")
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss head
+
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # logits alive at a time, see default_chunk
+COMPILE_FROM = 1 << 22  # logits per call from which compiling the chunk arithmetic pays for itself
+
+
+def default_chunk(n_tokens: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
+    """Tokens per chunk: as many as keep one chunk of logits within CHUNK_BYTES, evened out over the chunks.
+
+    Small chunks keep the logits in cache while they are turned into gradients but add a pass over the weight gradient
+    each; large ones feed the matmuls better.  README "Benchmarks" has the measured table behind the byte counts.
+    """
+    budget = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
+    largest = max(budget // (vocab * dtype.itemsize), 16)
+    return max(-(-n_tokens // -(-n_tokens // largest)), 1) if n_tokens else 1
+
+
+def _chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
+                      grad: bool):
+    """Loss per token of one chunk; with `grad` the logits are overwritten by scale * dloss/dlogits.
+
+    logits (n, V) in the matmul's dtype, targets (n,), scale (n,) fp32 -> loss (n,) fp32, 0 where ignored.  Everything
+    between reading and writing the logits is fp32 (fp64 for fp64): bf16 has 8 bits, and a loss near 10.4 would move in
+    steps of 0.06; softmax - onehot would cancel for a confident row.
+    """
+    x = logits[:, :n_vocab]  # pad columns take part in nothing
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if softcap:
+        capped = torch.tanh(x / softcap)
+        x = softcap * capped
+    lse = torch.logsumexp(x, dim=-1)  # (n,)
+    valid = targets != ignore_index
+    safe = torch.where(valid, targets, 0)
+    loss = lse - x.gather(1, safe[:, None]).squeeze(1)
+    if z_loss:
+        loss = loss + z_loss * lse * lse
+    if grad:
+        d = torch.exp(x - lse[:, None])  # softmax
+        if z_loss:
+            d = d * (1 + 2 * z_loss * lse)[:, None]
+        onehot = torch.arange(n_vocab, device=x.device) == safe[:, None]
+        d = torch.where(onehot, d - 1, d)
+        if softcap:
+            d = d * (1 - capped * capped)
+        logits[:, :n_vocab] = (d * (scale * valid)[:, None]).to(logits.dtype)
+        if n_vocab < logits.shape[1]:
+            logits[:, n_vocab:] = 0
+    return torch.where(valid, loss, 0)
+
+
+@functools.cache
+def _compiled_chunk_arithmetic():
+    return torch.compile(_chunk_arithmetic, dynamic=False)
+
+
+@functools.cache
+def _no_compiler(reason: str):
+    warnings.warn(f"the loss head runs uncompiled, slower: {reason}", stacklevel=2)
+
+
+def _run_chunk_arithmetic(logits, *args):
+    if logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or logits.shape[0] < 2:
+        return _chunk_arithmetic(logits, *args)
+    torch._dynamo.maybe_mark_dynamic(logits, 0)
+    torch._dynamo.maybe_mark_dynamic(args[0], 0)
+    torch._dynamo.maybe_mark_dynamic(args[1], 0)
+    try:
+        return _compiled_chunk_arithmetic()(logits, *args)
+    except Exception as error:  # no C++ compiler, no triton: the plain twin gives the same numbers
+        if "torch._dynamo" not in type(error).__module__ and "torch._inductor" not in type(error).__module__:
+            raise
+        _no_compiler(type(error).__name__)
+        return _chunk_arithmetic(logits, *args)
+
+
+def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw: bool):
+    """One pass over the tokens.  hidden (N, C), weight (V, C), same dtype -> loss (N,), dh (N, C), dw (V, C) fp32.
+
+    dh and dw are gradients of sum(scale * loss), or None where not wanted.
+    """
+    (n_vocab, ignore_index, z_loss, softcap, chunk) = options
+    N, V = hidden.shape[0], weight.shape[0]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    chunk = chunk or default_chunk(N, V, hidden.dtype, hidden.device.type)
+    loss = torch.empty(N, dtype=wide, device=hidden.device)
+    dh = torch.empty_like(hidden) if want_dh else None
+    dw = torch.empty_like(weight, dtype=wide) if want_dw else None
+    buffer = hidden.new_empty(min(chunk, N), V)  # one chunk of logits, reused: fresh pages cost as much as the matmul
+    dw_chunk = torch.empty_like(weight) if want_dw and N > chunk else None
+    for start in range(0, N, chunk):
+        h = hidden[start:start + chunk]  # (n, C)
+        logits = torch.mm(h, weight.t(), out=buffer[:len(h)])  # (n, V)
+        loss[start:start + chunk] = _run_chunk_arithmetic(
+            logits, targets[start:start + chunk], scale[start:start + chunk], n_vocab, ignore_index, z_loss, softcap,
+            want_dh or want_dw)
+        if want_dh:
+            torch.mm(logits, weight, out=dh[start:start + chunk])
+        if want_dw and hidden.dtype == wide:
+            torch.addmm(dw, logits.t(), h, beta=0 if start == 0 else 1, out=dw)
+        elif want_dw and start == 0:
+            dw.copy_(torch.mm(logits.t(), h, out=dw_chunk))
+        elif want_dw:
+            dw += torch.mm(logits.t(), h, out=dw_chunk)  # sums over chunks in fp32
+    return loss, dh, dw
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    """Forms both gradients in forward, up to the incoming gradient, which backward multiplies in.
+
+    What is held between the passes is unnormalised (the gradient of the *sum* over tokens): 1/N would push fp16 values
+    below their smallest number, and the incoming gradient (loss scale, 1/accumulation) is applied in fp32 anyway.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, reduction, options, dtype):
+        low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
+        ones = torch.ones(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+        # "none" meets a gradient per token, which the weight gradient needs before the sum over tokens: recompute there
+        formed = reduction != "none"
+        want_dh, want_dw = ctx.needs_input_grad[0] and formed, ctx.needs_input_grad[1] and formed
+        loss, ctx.dh, ctx.dw = _walk_chunks(low_hidden, low_weight, targets, ones, options, want_dh, want_dw)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.reduction, ctx.options, ctx.dtype = reduction, options, dtype
+        ctx.formed = formed
+        if reduction == "none":
+            return loss
+        total = loss.sum()
+        if reduction == "sum":
+            ctx.norm = 1.0
+            return total
+        ctx.norm = 1.0 / (targets != options[1]).sum().clamp(min=1)
+        return total * ctx.norm
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, targets = ctx.saved_tensors
+        if not ctx.formed:  # a gradient per token, or a second backward through the same graph
+            wide = torch.promote_types(ctx.dtype, torch.float32)
+            scale = grad.to(wide) if ctx.reduction == "none" else (grad * ctx.norm).to(wide).expand(len(targets))
+            _, dh, dw = _walk_chunks(hidden.to(ctx.dtype), weight.to(ctx.dtype), targets, scale.contiguous(),
+                                     ctx.options, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+            return (None if dh is None else dh.to(hidden.dtype), None if dw is None else dw.to(weight.dtype),
+                    None, None, None, None)
+        dh, dw = ctx.dh, ctx.dw
+        ctx.dh = ctx.dw = None  # handed over, so that autograd need not copy them; a second backward recomputes
+        ctx.formed = False
+        factor = grad * ctx.norm
+        if dh is not None:  # bf16 * fp32 scalar in fp32, rounded once
+            dh = torch.mul(dh, factor, out=dh) if dh.dtype == hidden.dtype else (dh.to(hidden.dtype) * factor)
+        if dw is not None:
+            dw = dw.mul_(factor).to(weight.dtype)
+        return dh, dw, None, None, None, None
+
+
+def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -100, z_loss: float = 0.0,
+                               softcap: float = 0.0, n_valid_vocab: int | None = None,
+                               reduction: Literal["mean", "sum", "none"] = "mean", chunk: int | None = None):
+    """cross_entropy(softcap(hidden @ weight.T), targets) + z_loss * logsumexp**2, without the [N, V] logits.
+
+    hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls run
+    in the autocast dtype if autocast is on, else in hidden's; the rest in fp32.  Both terms are averaged over the valid
+    (not ignored) tokens.  n_valid_vocab: columns from there on are padding and take no part.  With no valid token, or
+    N = 0, "mean" is 0 with zero gradients (PyTorch gives NaN).  Raises ValueError on a target outside the vocabulary;
+    on an accelerator, where asking would stall the queue, the loss becomes NaN instead.
+    """
+    n_vocab = weight.shape[0] if n_valid_vocab is None else n_valid_vocab
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
+    if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not "
+                         "fit: (N, C), (V, C) and (N,) are needed. Flatten batch and time first.")
+    if not 0 < n_vocab <= weight.shape[0]:
+        raise ValueError(f"n_valid_vocab is {n_vocab}; the weight has {weight.shape[0]} rows.")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be a positive number of tokens, or None to choose it.")
+    outside = ((targets < 0) | (targets >= n_vocab)) & (targets != ignore_index)
+    if targets.device.type == "cpu":
+        if outside.any():
+            raise ValueError(f"target {int(targets[outside][0])} is outside the vocabulary of {n_vocab}. Ids must lie in "
+                             f"0..{n_vocab - 1}, or be {ignore_index} to be ignored: do tokenizer and model belong together?")
+    else:
+        targets = torch.where(outside, 0, targets)  # keep the gather in bounds; poisoned below
+    device_type = hidden.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+    options = (n_vocab, ignore_index, z_loss, softcap, chunk)
+    loss = _FusedLinearCrossEntropy.apply(hidden, weight, targets, reduction, options, dtype)
+    if targets.device.type != "cpu":
+        loss = loss + torch.where(outside.any() if reduction != "none" else outside, float("nan"), 0.0)
+    return loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The blocks
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in fp32, returned in x's dtype (arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+def make_norm(cfg: ModelConfig) -> nn.Module:
+    return RMSNorm(cfg.d_model, cfg.norm_eps) if cfg.norm == "rmsnorm" else nn.LayerNorm(
+        cfg.d_model, cfg.norm_eps, bias=cfg.bias)
+
+
+def rope_tables(positions, head_dim: int, theta: float):
+    """Angles of each position.  positions (...,) int -> cos, sin (..., D/2) fp32 (bf16 would be wrong past 256)."""
+    freqs = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions.float()[..., None] * freqs
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x, cos, sin):
+    """Rotate channel d with channel d + D/2 by position.  x (B, T, H, D); cos, sin (T, D/2) or (B, T, D/2)."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for every head
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+@functools.cache
+def _flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=False)
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for all layers: two tensors (L, B, K, S, D), filled up to `length`."""
+
+    def __init__(self, cfg: ModelConfig, batch_size: int, max_len: int, device, dtype):
+        shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_len, cfg.head_dim)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0  # the model advances it once, after the last layer
+
+    def update(self, layer: int, k, v):
+        """Write k, v (B, K, T, D) behind what is there; return all keys and values (B, K, S, D)."""
+        end = self.length + k.shape[2]
+        if end > self.k.shape[3]:
+            raise ValueError(f"the cache holds {self.k.shape[3]} tokens and {end} are needed. Make it larger.")
+        self.k[layer, :, :, self.length:end] = k
+        self.v[layer, :, :, self.length:end] = v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.head_dim, self.dropout = cfg.head_dim, cfg.dropout
+        self.wq = nn.Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias)
+        self.wk = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.wv = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.wo = nn.Linear(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, x, rope, mask, layer: int = 0, cache: KVCache | None = None):
+        """x (B, T, C); rope (cos, sin) or None; mask: None = causal, bool (B or 1, 1, T, S), or a BlockMask."""
+        B, T, _ = x.shape
+        q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # (B, T, H, D); -1: a sharded wq has fewer heads
+        k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # (B, T, K, D)
+        v = self.wv(x).view(B, T, -1, self.head_dim)  # (B, T, K, D)
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
+        if cache is not None:
+            k, v = cache.update(layer, k, v)  # (B, K, S, D)
+        gqa = q.shape[1] != k.shape[1]
+        if mask is None or isinstance(mask, torch.Tensor):
+            # is_causal aligns top-left, which is right only when there is no past: T == S, or one query over all keys
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=gqa,
+                                               dropout_p=self.dropout if self.training else 0.0)
+        else:
+            y = _flex_attention()(q, k, v, block_mask=mask, enable_gqa=gqa)
+        return self.wo(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.w_gate = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias) if cfg.mlp == "swiglu" else None
+        self.w_up = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias)
+        self.w_down = nn.Linear(cfg.d_ff, cfg.d_model, bias=cfg.bias)
+
+    def forward(self, x):
+        if self.w_gate is not None:
+            return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))  # SwiGLU, arXiv 2002.05202
+        return self.w_down(F.gelu(self.w_up(x), approximate="tanh"))  # GPT-2's GELU
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.norm1, self.attn = make_norm(cfg), Attention(cfg)
+        self.norm2, self.mlp = make_norm(cfg), MLP(cfg)
+        self.drop = nn.Dropout(cfg.dropout)
+
+    def forward(self, x, rope, mask, layer: int = 0, cache: KVCache | None = None):
+        x = x + self.drop(self.attn(self.norm1(x), rope, mask, layer, cache))
+        return x + self.drop(self.mlp(self.norm2(x)))  # (B, T, C)
+
+
+class GPT(nn.Module):
+    """Token ids to loss or logits.  Linears are named wq wk wv wo w_gate w_up w_down; the table is `embed.weight`."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        if cfg.problems():
+            raise ValueError("\n".join(cfg.problems()))
+        self.cfg = cfg
+        self.embed = nn.Embedding(cfg.padded_vocab_size, cfg.d_model)
+        self.pos_embed = nn.Embedding(cfg.max_seq_len, cfg.d_model) if cfg.pos == "learned" else None
+        self.drop = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.norm = make_norm(cfg)
+        self.head = None if cfg.tie_embeddings else nn.Linear(cfg.d_model, cfg.padded_vocab_size, bias=False)
+        self.init_weights()
+
+    def init_weights(self):
+        """tables and linears N(0, 0.02²); wo and w_down N(0, 0.02²/2L), so that 2L residual additions of unit branches
+        keep the stream's variance; gains 1, biases 0."""
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                residual = name.endswith(("wo.weight", "w_down.weight"))
+                nn.init.normal_(p, std=INIT_STD / math.sqrt(2 * self.cfg.n_layers) if residual else INIT_STD)
+            else:
+                nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
+
+    @property
+    def head_weight(self):
+        """(V, C): the table itself when tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def _mask(self, docs, past: int, T: int, device):
+        """What a query may see, or None where "everything before it" says it all."""
+        if docs is None:
+            if past == 0 or T == 1:
+                return None
+            return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)[None, None]  # (1, 1, T, S)
+        if docs.device.type == "cuda" and not (self.training and self.cfg.dropout):  # FlexAttention has no dropout
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            def same_document(b, h, q, k):
+                return (q >= k) & (docs[b, q] == docs[b, k])
+            return create_block_mask(same_document, docs.shape[0], None, T, T, device=device, _compile=True)
+        causal = torch.ones(T, T, dtype=torch.bool, device=device).tril()
+        return (causal & (docs[:, :, None] == docs[:, None, :]))[:, None]  # (B, 1, T, T)
+
+    def hidden(self, ids, *, docs=None, positions=None, mask=None, cache: KVCache | None = None):
+        """Everything up to the final norm.  ids (B, T) -> (B, T, C).
+
+        docs (B, T): document numbers, attention stays within equal ones and learned positions restart.  positions (T,) or
+        (B, T) and mask (B, 1, T, S) override what follows from docs and cache; `generate` uses them for padded batches.
+        """
+        T, past = ids.shape[1], cache.length if cache is not None else 0
+        if past + T > self.cfg.max_seq_len:
+            raise ValueError(f"{past + T} tokens do not fit the context of max_seq_len ({self.cfg.max_seq_len}). "
+                             "Shorten the input.")
+        if docs is not None and cache is not None:
+            raise ValueError("docs and cache cannot be used together: a cache continues one document.")
+        if ids.device.type == "cpu":  # elsewhere the check would wait for the device: there, batches are checked when made
+            check_ids(ids, self.cfg.vocab_size)
+        if mask is None:
+            mask = self._mask(docs, past, T, ids.device)
+        if positions is None:
+            positions = torch.arange(past, past + T, device=ids.device)  # (T,)
+            if docs is not None and self.pos_embed is not None:  # rotary scores depend on distances only
+                first = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0), value=True)
+                positions = positions - torch.where(first, positions, 0).cummax(dim=1).values  # (B, T)
+        x = self.embed(ids)  # (B, T, C): row copies; equal to one_hot(ids) @ table at none of its cost
+        if self.cfg.embed_scale:
+            x = x * math.sqrt(self.cfg.d_model)
+        rope = None
+        if self.pos_embed is not None:
+            x = x + self.pos_embed(positions)
+        else:  # tables are computed per call: nothing to save, nothing that .to(bfloat16) could round
+            rope = rope_tables(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        x = self.drop(x)
+        for i, block in enumerate(self.blocks):
+            rotated = self.cfg.nope_every == 0 or (i + 1) % self.cfg.nope_every
+            x = block(x, rope if rotated else None, mask, i, cache) if cache is not None else block(
+                x, rope if rotated else None, mask)
+        if cache is not None:
+            cache.length += T
+        return self.norm(x)
+
+    def logits(self, hidden):
+        """hidden (..., C) -> (..., vocab_size) fp32, soft-capped, without the pad rows."""
+        logits = F.linear(hidden, self.head_weight[:self.cfg.vocab_size].to(hidden.dtype)).float()
+        cap = self.cfg.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def forward(self, ids, targets=None, *, docs=None, cache: KVCache | None = None, z_loss: float = 0.0,
+                reduction: Literal["mean", "sum", "none"] = "mean"):
+        """ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), -100 = ignored -> loss () or (B*T,)."""
+        h = self.hidden(ids, docs=docs, cache=cache)
+        if targets is None:
+            return self.logits(h)
+        return fused_linear_cross_entropy(
+            h.flatten(0, 1), self.head_weight, targets.flatten(), z_loss=z_loss, softcap=self.cfg.logit_softcap,
+            n_valid_vocab=self.cfg.vocab_size, reduction=reduction)
+
+
+def check_ids(ids, vocab_size: int):
+    """Raise on an id no row belongs to, naming it; on a GPU the lookup itself would only say "device-side assert"."""
+    if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
+        bad = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size} (ids 0..{vocab_size - 1}). "
+                         "Use the tokenizer the model was trained with, or resize the model after adding tokens.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+                generator=None):
+    """Choose one id per row.  logits (B, V) -> (B, 1).
+
+    temperature 0 takes the most likely id (the lowest of equals).  top_k keeps exactly k ids (0 = off, capped at V), top_p
+    the smallest set of most likely ids with at least that much probability, min_p (arXiv 2407.01082) the ids at least min_p
+    times as likely as the best.  They apply in this order.  Raises ValueError on NaN logits and on senseless settings.
+    """
+    top_k = top_k or 0
+    if not temperature >= 0 or not 0 <= top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(f"temperature {temperature}, top_p {top_p}, min_p {min_p}: temperature must be 0 or more, top_p and "
+                         "min_p between 0 and 1.")
+    if logits.isnan().any():
+        raise ValueError("the logits contain NaN: the model's weights are damaged. Sample from an earlier checkpoint.")
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # max 0: no overflow however small temperature
+    if 0 < top_k < logits.shape[-1]:
+        values, ids = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, ids, values)
+    if top_p < 1:
+        values, ids = logits.sort(descending=True, stable=True)
+        probs = values.softmax(-1)
+        before = probs.cumsum(-1) - probs  # probability of the ids ahead of this one
+        before[:, 0] = -1  # the best stays, whatever top_p
+        logits = logits.scatter(-1, ids, values.masked_fill(before >= top_p, -torch.inf))
+    probs = logits.softmax(-1)
+    if min_p:
+        probs = torch.where(probs < min_p * probs.max(-1, keepdim=True).values, 0, probs)
+    return torch.multinomial(probs, 1, generator=generator)
+
+
+@torch.inference_mode()
+def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
+             top_p: float = 1.0, min_p: float = 0.0, stop_ids=(), seed: int | None = None, use_cache: bool = True,
+             on_token=None) -> list[list[int]]:
+    """Continue each prompt; returns the new ids, without the stop id that ended a row.
+
+    Prompts may differ in length: rows are padded on the left and the pads masked, so that a row's ids do not depend on its
+    neighbours.  A prompt longer than the context loses its beginning, with one warning; a row that fills the context
+    while generating drops its older half and goes on.  `on_token(row, id)` is called for every new id.  With and without
+    the cache the ids are the same.
+    """
+    limit = model.cfg.max_seq_len
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {row} is empty. Start it with the tokenizer's boundary id.")
+        check_ids(torch.as_tensor(prompt), model.cfg.vocab_size)
+    if any(len(p) > limit for p in prompts):
+        warnings.warn(f"a prompt of {max(map(len, prompts))} tokens is longer than the context of {limit}: its beginning is "
+                      "left out.", stacklevel=3)
+    device = model.embed.weight.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.embed.weight.dtype
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    stop_ids = set(stop_ids)
+    contexts = [list(p[-limit:]) for p in prompts]
+    new: list[list[int]] = [[] for _ in prompts]
+    alive = [True] * len(prompts)
+    cache = None
+    was_training = model.training
+    model.eval()
+    try:
+        for step in range(max_new_tokens if prompts else 0):
+            if cache is None or any(len(c) > limit for c in contexts):  # the first step, or a context has overflowed
+                contexts = [c[-max(limit // 2, 1):] if len(c) > limit else c for c in contexts]
+                cache = KVCache(model.cfg, len(prompts), min(limit, max(map(len, contexts)) + max_new_tokens - step),
+                                device, dtype) if use_cache else None
+            past = cache.length if cache is not None else 0
+            width = max(map(len, contexts))
+            starts = torch.tensor([width - len(c) for c in contexts], device=device)[:, None]  # (B, 1) pads on the left
+            ids = torch.tensor([[0] * (width - len(c)) + c for c in contexts], device=device)[:, past:]  # (B, T)
+            positions, mask = torch.arange(past, width, device=device), None  # (T,)
+            if any(len(c) < width for c in contexts):
+                keys = torch.arange(width, device=device)
+                seen = (keys <= positions[:, None]) & (keys >= starts[:, :, None])  # (B, T, S)
+                mask = (seen | (keys == positions[:, None]))[:, None]  # pads see themselves: no softmax over nothing
+                positions = (positions - starts).clamp(min=0)  # (B, T)
+            with torch.compiler.set_stance("force_eager"):  # lengths change every step; a compiled block would recompile
+                h = model.hidden(ids, positions=positions, mask=mask, cache=cache)[:, -1]  # (B, C)
+            chosen = sample_next(model.logits(h), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                                 generator=generator)
+            for row, token in enumerate(chosen[:, 0].tolist()):
+                contexts[row].append(token)
+                if alive[row] and token in stop_ids:
+                    alive[row] = False
+                elif alive[row]:
+                    new[row].append(token)
+                    if on_token is not None:
+                        on_token(row, token)
+            if not any(alive):
+                break
+    finally:
+        model.train(was_training)
+    return new
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counts
+
+
+def num_params(cfg: ModelConfig) -> dict[str, int]:
+    """Parameters by component: every tensor the model holds, the tied table once, pad rows included.
+
+    attention = L * (2*C*H*D + 2*C*K*D), mlp = L * (3 or 2)*C*F, both plus biases; norm = per block 2 gains of C and, with
+    QK-norm, 2 of D, then the final one.
+    """
+    C, L, q, kv = cfg.d_model, cfg.n_layers, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
+    bias = int(cfg.bias)
+    attention = C * q + 2 * C * kv + q * C + bias * (q + 2 * kv + C)
+    mlp = (3 if cfg.mlp == "swiglu" else 2) * C * cfg.d_ff + bias * ((2 if cfg.mlp == "swiglu" else 1) * cfg.d_ff + C)
+    one_norm = C * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
+    block_norms = 2 * one_norm + (2 * cfg.head_dim if cfg.qk_norm else 0)
+    counts = {
+        "embedding": cfg.padded_vocab_size * C,
+        "position": cfg.max_seq_len * C if cfg.pos == "learned" else 0,
+        "attention": L * attention,
+        "mlp": L * mlp,
+        "norm": L * block_norms + one_norm,
+        "head": 0 if cfg.tie_embeddings else cfg.padded_vocab_size * C,
+    }
+    return {**counts, "total": sum(counts.values()), "per_block": attention + mlp + block_norms}
+
+
+def flops_per_token(cfg: ModelConfig, seq_len: int) -> dict[str, int]:
+    """Training FLOPs (forward + backward) per token in three conventions.
+
+    "6n": 6 per parameter that multiplies (a lookup table multiplies only where it is also the head).  "causal": plus
+    6*L*T*H*D, the scores and weighted sums a causal model needs on average over positions.  "palm": plus 12*L*T*H*D, all
+    T*T of them (PaLM, arXiv 2204.02311, appendix B; nanoGPT).
+    """
+    counts = num_params(cfg)
+    multiplied = counts["total"] - counts["position"] - (0 if cfg.tie_embeddings else counts["embedding"])
+    attention = 6 * cfg.n_layers * seq_len * cfg.n_heads * cfg.head_dim
+    return {"6n": 6 * multiplied, "causal": 6 * multiplied + attention, "palm": 6 * multiplied + 2 * attention}
+
+
+def kv_cache_bytes_per_token(cfg: ModelConfig, bytes_per_value: int = 2) -> int:
+    """One key and one value per layer and KV head: 2*K*D*L values."""
+    return 2 * cfg.n_kv_heads * cfg.head_dim * cfg.n_layers * bytes_per_value

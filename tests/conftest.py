@@ -1,0 +1,36 @@
+"""Shared fixtures: the repository on the path, one thread (tests run side by side), tiny models."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two busy processes on two cores spin at barriers
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from model import GPT, ModelConfig  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def tiny_config(**changes) -> ModelConfig:
+    """2 layers, d_model 64, 4 query and 2 key heads, 300 ids padded to 320."""
+    return ModelConfig(**{**dict(vocab_size=300, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96,
+                                 max_seq_len=32), **changes})
+
+
+@pytest.fixture
+def tiny():
+    """tiny(**config changes) -> a GPT with a fixed seed."""
+    def build(**changes):
+        torch.manual_seed(0)
+        return GPT(tiny_config(**changes))
+    return build
