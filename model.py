@@ -1,8 +1,8 @@
 """The decoder, whole: ids -> vectors -> blocks -> vectors -> loss or next id.
 
 One class covers two architectures.  The defaults are Stack-100M (rotary positions, RMSNorm, SwiGLU, grouped-query
-attention with QK-norm, tied table: a Qwen3 checkpoint elsewhere); the GPT-2 switches (learned positions, LayerNorm, GELU,
-biases) make it exactly GPT-2.
+attention with QK-norm, tied table: a Qwen3 checkpoint elsewhere); the GPT-2 switches (learned positions, LayerNorm,
+GELU, biases) make it exactly GPT-2.
 
 Two things are worth knowing before reading on.
 
@@ -11,8 +11,8 @@ Two things are worth knowing before reading on.
 
 *The logits never exist.*  [N, V] logits are the largest tensor of a small model's training step (64 times the hidden
 states at V=32768, C=512).  `fused_linear_cross_entropy` walks over the tokens in chunks, and since the loss is a plain
-mean its gradient is known as soon as a chunk's softmax is: both gradients are formed in the forward pass and the chunk is
-overwritten by the next one.  Nothing is recomputed, nothing of size [N, V] is held.  (Checkpointed chunks, the usual
+mean its gradient is known as soon as a chunk's softmax is: both gradients are formed in the forward pass and the chunk
+is overwritten by the next one.  Nothing is recomputed, nothing of size [N, V] is held.  (Checkpointed chunks, the usual
 answer, pay the head's matmul twice; Liger-Kernel showed gradient-in-forward, arXiv 2410.10989.)
 
 Shapes: B batch, T time (queries), S keys, C d_model, H n_heads, K n_kv_heads, D head_dim, F d_ff, V padded vocabulary,
@@ -79,7 +79,7 @@ class ModelConfig:
             found.append(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}). "
                          f"Set n_kv_heads to one of {fits}.")
         if self.pos == "rope" and self.head_dim % 2:
-            found.append(f"head_dim ({self.head_dim}) must be even for rotary positions. Set it to {self.head_dim + 1}.")
+            found.append(f"head_dim ({self.head_dim}) must be even for rotary positions. Set {self.head_dim + 1}.")
         if self.pos == "learned" and self.nope_every:
             found.append("nope_every drops rotary positions from layers, but pos is 'learned'. "
                          "Set pos='rope' or nope_every=0.")
@@ -248,18 +248,18 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
                                reduction: Literal["mean", "sum", "none"] = "mean", chunk: int | None = None):
     """cross_entropy(softcap(hidden @ weight.T), targets) + z_loss * logsumexp**2, without the [N, V] logits.
 
-    hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls run
-    in the autocast dtype if autocast is on, else in hidden's; the rest in fp32.  Both terms are averaged over the valid
-    (not ignored) tokens.  n_valid_vocab: columns from there on are padding and take no part.  With no valid token, or
-    N = 0, "mean" is 0 with zero gradients (PyTorch gives NaN).  Raises ValueError on a target outside the vocabulary;
+    hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls
+    run in the autocast dtype if autocast is on, else in hidden's; the rest in fp32.  Both terms are averaged over the
+    valid (not ignored) tokens.  n_valid_vocab: columns from there on are padding and take no part.  With no valid token,
+    or N = 0, "mean" is 0 with zero gradients (PyTorch gives NaN).  Raises ValueError on a target outside the vocabulary;
     on an accelerator, where asking would stall the queue, the loss becomes NaN instead.
     """
     n_vocab = weight.shape[0] if n_valid_vocab is None else n_valid_vocab
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not "
-                         "fit: (N, C), (V, C) and (N,) are needed. Flatten batch and time first.")
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
+                         "they do not fit: (N, C), (V, C) and (N,) are needed. Flatten batch and time first.")
     if not 0 < n_vocab <= weight.shape[0]:
         raise ValueError(f"n_valid_vocab is {n_vocab}; the weight has {weight.shape[0]} rows.")
     if chunk is not None and chunk < 1:
@@ -267,8 +267,8 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
     outside = ((targets < 0) | (targets >= n_vocab)) & (targets != ignore_index)
     if targets.device.type == "cpu":
         if outside.any():
-            raise ValueError(f"target {int(targets[outside][0])} is outside the vocabulary of {n_vocab}. Ids must lie in "
-                             f"0..{n_vocab - 1}, or be {ignore_index} to be ignored: do tokenizer and model belong together?")
+            raise ValueError(f"target {int(targets[outside][0])} is outside the vocabulary of {n_vocab}. Ids must be "
+                             f"0..{n_vocab - 1}, or {ignore_index} to be ignored: do tokenizer and model fit together?")
     else:
         targets = torch.where(outside, 0, targets)  # keep the gather in bounds; poisoned below
     device_type = hidden.device.type
@@ -366,9 +366,9 @@ class Attention(nn.Module):
             k, v = cache.update(layer, k, v)  # (B, K, S, D)
         gqa = q.shape[1] != k.shape[1]
         if mask is None or isinstance(mask, torch.Tensor):
-            # is_causal aligns top-left, which is right only when there is no past: T == S, or one query over all keys
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=gqa,
-                                               dropout_p=self.dropout if self.training else 0.0)
+            # is_causal aligns top-left, right only without a past (T == S); one query (T == 1) needs no mask at all
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+                                               enable_gqa=gqa, dropout_p=self.dropout if self.training else 0.0)
         else:
             y = _flex_attention()(q, k, v, block_mask=mask, enable_gqa=gqa)
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
@@ -448,8 +448,8 @@ class GPT(nn.Module):
     def hidden(self, ids, *, docs=None, positions=None, mask=None, cache: KVCache | None = None):
         """Everything up to the final norm.  ids (B, T) -> (B, T, C).
 
-        docs (B, T): document numbers, attention stays within equal ones and learned positions restart.  positions (T,) or
-        (B, T) and mask (B, 1, T, S) override what follows from docs and cache; `generate` uses them for padded batches.
+        docs (B, T): document numbers, attention stays within equal ones and learned positions restart.  positions (T,)
+        or (B, T) and mask (B, 1, T, S) override what docs and cache imply; `generate` sets them for padded batches.
         """
         T, past = ids.shape[1], cache.length if cache is not None else 0
         if past + T > self.cfg.max_seq_len:
@@ -457,7 +457,7 @@ class GPT(nn.Module):
                              "Shorten the input.")
         if docs is not None and cache is not None:
             raise ValueError("docs and cache cannot be used together: a cache continues one document.")
-        if ids.device.type == "cpu":  # elsewhere the check would wait for the device: there, batches are checked when made
+        if ids.device.type == "cpu":  # elsewhere the check would wait for the device; data.py checks batches when made
             check_ids(ids, self.cfg.vocab_size)
         if mask is None:
             mask = self._mask(docs, past, T, ids.device)
@@ -516,19 +516,20 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
                 generator=None):
     """Choose one id per row.  logits (B, V) -> (B, 1).
 
-    temperature 0 takes the most likely id (the lowest of equals).  top_k keeps exactly k ids (0 = off, capped at V), top_p
-    the smallest set of most likely ids with at least that much probability, min_p (arXiv 2407.01082) the ids at least min_p
-    times as likely as the best.  They apply in this order.  Raises ValueError on NaN logits and on senseless settings.
+    temperature 0 takes the most likely id (the lowest of equals).  top_k keeps exactly k ids (0 = off), top_p
+    the smallest set of most likely ids with at least that much probability, min_p (arXiv 2407.01082) the ids at least
+    min_p times as likely as the best.  They apply in this order.  Raises ValueError on NaN logits
+    and on senseless settings.
     """
     top_k = top_k or 0
     if not temperature >= 0 or not 0 <= top_p <= 1 or not 0 <= min_p <= 1:
-        raise ValueError(f"temperature {temperature}, top_p {top_p}, min_p {min_p}: temperature must be 0 or more, top_p and "
-                         "min_p between 0 and 1.")
+        raise ValueError(f"temperature {temperature}, top_p {top_p}, min_p {min_p}: temperature must be 0 or more, "
+                         "top_p and min_p between 0 and 1.")
     if logits.isnan().any():
-        raise ValueError("the logits contain NaN: the model's weights are damaged. Sample from an earlier checkpoint.")
+        raise ValueError("the logits contain NaN: the weights are damaged. Sample from an earlier checkpoint.")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # max 0: no overflow however small temperature
+    logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # max 0: no overflow at small temperatures
     if 0 < top_k < logits.shape[-1]:
         values, ids = logits.topk(top_k)
         logits = torch.full_like(logits, -torch.inf).scatter(-1, ids, values)
@@ -550,10 +551,10 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
              on_token=None) -> list[list[int]]:
     """Continue each prompt; returns the new ids, without the stop id that ended a row.
 
-    Prompts may differ in length: rows are padded on the left and the pads masked, so that a row's ids do not depend on its
-    neighbours.  A prompt longer than the context loses its beginning, with one warning; a row that fills the context
-    while generating drops its older half and goes on.  `on_token(row, id)` is called for every new id.  With and without
-    the cache the ids are the same.
+    Prompts may differ in length: rows are padded on the left and the pads masked, so that a row's ids do not depend on
+    its neighbours.  A prompt longer than the context loses its beginning, with one warning; a row that fills the
+    context while generating drops its older half and goes on.  `on_token(row, id)` is called for every new id.  With and
+    without the cache the ids are the same.
     """
     limit = model.cfg.max_seq_len
     if max_new_tokens < 0:
@@ -563,10 +564,11 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
             raise ValueError(f"prompt {row} is empty. Start it with the tokenizer's boundary id.")
         check_ids(torch.as_tensor(prompt), model.cfg.vocab_size)
     if any(len(p) > limit for p in prompts):
-        warnings.warn(f"a prompt of {max(map(len, prompts))} tokens is longer than the context of {limit}: its beginning is "
-                      "left out.", stacklevel=3)
+        warnings.warn(f"a prompt of {max(map(len, prompts))} tokens is longer than the context of {limit}: its "
+                      "beginning is left out.", stacklevel=3)
     device = model.embed.weight.device
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.embed.weight.dtype
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else model.embed.weight.dtype
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     stop_ids = set(stop_ids)
     contexts = [list(p[-limit:]) for p in prompts]
@@ -591,7 +593,7 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
                 seen = (keys <= positions[:, None]) & (keys >= starts[:, :, None])  # (B, T, S)
                 mask = (seen | (keys == positions[:, None]))[:, None]  # pads see themselves: no softmax over nothing
                 positions = (positions - starts).clamp(min=0)  # (B, T)
-            with torch.compiler.set_stance("force_eager"):  # lengths change every step; a compiled block would recompile
+            with torch.compiler.set_stance("force_eager"):  # lengths change every step: compiled blocks would recompile
                 h = model.hidden(ids, positions=positions, mask=mask, cache=cache)[:, -1]  # (B, C)
             chosen = sample_next(model.logits(h), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                                  generator=generator)
@@ -617,8 +619,8 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
 def num_params(cfg: ModelConfig) -> dict[str, int]:
     """Parameters by component: every tensor the model holds, the tied table once, pad rows included.
 
-    attention = L * (2*C*H*D + 2*C*K*D), mlp = L * (3 or 2)*C*F, both plus biases; norm = per block 2 gains of C and, with
-    QK-norm, 2 of D, then the final one.
+    attention = L * (2*C*H*D + 2*C*K*D), mlp = L * (3 or 2)*C*F, both plus biases; norm = per block 2 gains of C and,
+    with QK-norm, 2 of D, then the final one.
     """
     C, L, q, kv = cfg.d_model, cfg.n_layers, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     bias = int(cfg.bias)
@@ -641,8 +643,8 @@ def flops_per_token(cfg: ModelConfig, seq_len: int) -> dict[str, int]:
     """Training FLOPs (forward + backward) per token in three conventions.
 
     "6n": 6 per parameter that multiplies (a lookup table multiplies only where it is also the head).  "causal": plus
-    6*L*T*H*D, the scores and weighted sums a causal model needs on average over positions.  "palm": plus 12*L*T*H*D, all
-    T*T of them (PaLM, arXiv 2204.02311, appendix B; nanoGPT).
+    6*L*T*H*D, the scores and weighted sums a causal model needs on average over positions.  "palm": plus 12*L*T*H*D,
+    all T*T of them (PaLM, arXiv 2204.02311, appendix B; nanoGPT).
     """
     counts = num_params(cfg)
     multiplied = counts["total"] - counts["position"] - (0 if cfg.tie_embeddings else counts["embedding"])
