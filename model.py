@@ -250,9 +250,9 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
 
     hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls
     run in the autocast dtype if autocast is on, else in hidden's; the rest in fp32.  Both terms are averaged over the
-    valid (not ignored) tokens.  n_valid_vocab: columns from there on are padding and take no part.  With no valid token,
-    or N = 0, "mean" is 0 with zero gradients (PyTorch gives NaN).  Raises ValueError on a target outside the vocabulary;
-    on an accelerator, where asking would stall the queue, the loss becomes NaN instead.
+    valid (not ignored) tokens.  n_valid_vocab: columns from there on are padding and take no part.  With no valid
+    token, or N = 0, "mean" is 0 with zero gradients (PyTorch gives NaN).  Raises ValueError on a target outside the
+    vocabulary; on an accelerator, where asking would stall the queue, the loss becomes NaN instead.
     """
     n_vocab = weight.shape[0] if n_valid_vocab is None else n_valid_vocab
     if reduction not in ("mean", "sum", "none"):
@@ -553,8 +553,8 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
 
     Prompts may differ in length: rows are padded on the left and the pads masked, so that a row's ids do not depend on
     its neighbours.  A prompt longer than the context loses its beginning, with one warning; a row that fills the
-    context while generating drops its older half and goes on.  `on_token(row, id)` is called for every new id.  With and
-    without the cache the ids are the same.
+    context while generating drops its older half and goes on.  `on_token(row, id)` is called for every new id.
+    With and without the cache the ids are the same.
     """
     limit = model.cfg.max_seq_len
     if max_new_tokens < 0:
