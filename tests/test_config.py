@@ -1,0 +1,204 @@
+"""Settings: every value is checked against its declared type wherever it came from, and every refusal says what to do."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from config import ConfigError, describe, load, save_json, to_dict
+from model import ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Run:
+    # where
+    out_dir: str = "out/run"  # folder of the run
+    note: str | None = None  # free text
+    # how
+    max_steps: int = 100  # optimizer steps,
+                          # over the whole run
+    lr: float = 3e-3  # peak
+    seed: int = 1337
+    top_k: int | None = None  # None = off
+    compile: bool = True
+    schedule: Literal["wsd", "cosine"] = "wsd"
+
+    def problems(self):
+        return ["max_steps must be positive. Set it to 1 or more."] if self.max_steps < 1 else []
+
+
+def run(*argv):
+    return load((Run,), list(argv))[0]
+
+
+def refusal(*argv, classes=(Run,), **kw) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(classes, list(argv), **kw)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("argv, field, value", [
+    (["--lr=1"], "lr", 1.0), (["--lr", "1e-4"], "lr", 1e-4), (["--lr=0"], "lr", 0.0),
+    (["--max_steps=1e3"], "max_steps", 1000), (["--max_steps", "2_000"], "max_steps", 2000),
+    (["--max-steps=7"], "max_steps", 7), (["--max_steps=9007199254740993"], "max_steps", 2**53 + 1),
+    (["--seed=-1"], "seed", -1), (["--seed", "-1"], "seed", -1),
+    (["--out_dir=runs/a=b"], "out_dir", "runs/a=b"), (["--out_dir=123"], "out_dir", "123"),
+    (["--out_dir=None"], "out_dir", "None"), (["--out_dir="], "out_dir", ""),
+    (["--out_dir", "true"], "out_dir", "true"),
+    (["--note=None"], "note", None), (["--note=1e3"], "note", "1e3"),
+    (["--top_k=None"], "top_k", None), (["--top_k=5"], "top_k", 5),
+    (["--compile=false"], "compile", False), (["--compile=False"], "compile", False),
+    (["--compile=0"], "compile", False), (["--compile", "false"], "compile", False),
+    (["--compile=true"], "compile", True), (["--compile=1"], "compile", True),
+    (["--compile=0", "--compile"], "compile", True), (["--compile=0", "--compile", "--lr=1"], "compile", True),
+    (["--schedule=cosine"], "schedule", "cosine"), (["--seed=1", "--seed=2"], "seed", 2),
+])
+def test_accepted_as_declared(argv, field, value):
+    got = getattr(run(*argv), field)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--max_steps=2.5"], "int, not '2.5'"), (["--max_steps=many"], "max_steps must be int"),
+    (["--max_steps="], "int, not ''"), (["--max_steps=inf"], "int"), (["--max_steps=1e400"], "int"),
+    (["--max_steps=None"], "int, not 'None'"), (["--lr=nan"], "lr must be float"), (["--lr=fast"], "float"),
+    (["--compile=maybe"], "true|false"), (["--schedule=cosin"], "wsd|cosine"), (["--top_k=1.5"], "int|None"),
+    (["seed=8"], "Write --seed=8."), (["-seed=8"], "Write --seed=8."), (["--seed"], "--seed needs a value"),
+    (["--seed", "--lr=1"], "--seed needs a value"), (["--max_step=3"], "Did you mean max_steps?"),
+    (["--lerning_rate", "1e-3"], "no setting 'lerning_rate'"), (["--no_compile"], "Did you mean compile?"),
+    (["--max_steps=0"], "Set it to 1 or more."), (["nowhere.py"], "nowhere.py not found"),
+])
+def test_refused_with_reason(argv, says):
+    assert says in refusal(*argv)
+
+
+def test_union_takes_the_narrowest_type():
+    @dataclass
+    class Device:
+        index: str | int | None = None
+    for text, value in (("3", 3), ("cuda", "cuda"), ("none", None)):
+        assert load((Device,), [f"--index={text}"])[0].index == value
+
+
+def test_all_problems_at_once():
+    text = refusal("--max_step=3", "--lr=fast", "seed=1")
+    assert all(part in text for part in ("--max_step=3", "--lr=fast", "--seed=1")) and text.startswith("3 ")
+    text = refusal("--max_steps=0", "--n_heads=6", "--n_kv_heads=4", "--dropout=1", classes=(ModelConfig, Run))
+    assert all(part in text for part in ("max_steps", "n_kv_heads", "dropout"))
+
+
+def test_check_spans_dataclasses():
+    def check(m, r):
+        return ["too long"] if r.max_steps > m.max_seq_len else []
+    assert refusal("--max_steps=3000", classes=(ModelConfig, Run), check=check) == "too long"
+    load((ModelConfig, Run), ["--max_steps=30"], check=check)
+
+
+def write(folder: Path, text: str, name="c.py") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def test_file_then_flags_and_nothing_leaks(tmp_path):
+    path = write(tmp_path, "import math\nfrom os import path, sep\nfrom math import pi\n_half = 8\n"
+                           "def double(x):\n    return 2 * x\n"
+                           "max_steps = double(_half)\nlr = 1\nnote = None\nout_dir = f'out/{_half}'\ncompile = 0\n")
+    cfg = run(path, "--lr=0.5", "--seed=3")
+    assert cfg == Run(out_dir="out/8", max_steps=16, lr=0.5, seed=3, compile=False)
+    assert run("--lr=0.5", path).lr == 0.5  # flags win wherever the file stands
+    assert run("--compile", path).compile is True  # a bare flag does not swallow the file's name
+    assert not hasattr(sys.modules["config"], "max_steps") and "_half" not in globals()
+
+
+@pytest.mark.parametrize("text, says", [
+    ("learning_rat = 1e-3", "learning_rat"), ("max_step = 3", "Did you mean max_steps?"),
+    ("max_steps = 2.5", "max_steps must be int, not 2.5"), ("max_steps = '30'", "int, not '30'"),
+    ("max_steps = True", "int, not True"), ("lr = 'fast'", "float"), ("compile = 'false'", "true|false"),
+    ("out_dir = 123", "Write out_dir = '123'."), ("schedule = 'cosin'", "wsd|cosine"), ("seed = None", "int, not None"),
+    ("seed = 1\nlr = 1 +\n", "line 2: SyntaxError"), ("seed = 1\n\nlr = nope\n", "line 3: NameError"),
+    ("import not_a_module_anywhere", "line 1: ModuleNotFoundError"),
+])
+def test_file_passes_the_same_check(tmp_path, text, says):
+    message = refusal(write(tmp_path, text))
+    assert says in message and "c.py" in message
+
+
+def test_float_of_a_file_counts_as_int_only_if_whole(tmp_path):
+    assert run(write(tmp_path, "max_steps = 1e3")).max_steps == 1000
+
+
+def test_file_builds_on_another(tmp_path, monkeypatch):
+    write(tmp_path, "max_steps = 7\nlr = 2", "base_of_test_config.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg = run(write(tmp_path, "from base_of_test_config import *\nlr = 3"))
+    assert (cfg.max_steps, cfg.lr) == (7, 3.0)
+
+
+def test_bom_folder_and_second_file(tmp_path):
+    assert run(write(tmp_path, "\ufeffseed = 5")).seed == 5
+    assert "c.py" in refusal(str(tmp_path)) and "not found" in refusal(str(tmp_path))  # names the files that are there
+    assert "one config file" in refusal(write(tmp_path, ""), write(tmp_path, "", "d.py"))
+    os.mkdir(tmp_path / "a=b")
+    assert run(write(tmp_path / "a=b", "seed = 6")).seed == 6  # "=" in a path that exists is no setting
+
+
+def test_json_round_trip(tmp_path):
+    made = load((ModelConfig, Run), ["--lr=0.1", "--note=ünï", "--rope_theta=41830.5", "--top_k=3"])
+    save_json(tmp_path / "config.json", made)
+    assert load((ModelConfig, Run), [str(tmp_path / "config.json")]) == made
+    assert os.listdir(tmp_path) == ["config.json"]
+    assert to_dict(made)["lr"] == 0.1
+    assert "int" in refusal(write(tmp_path, '{"seed": "x"}', "broken.json"))
+    assert "broken.json" in refusal(write(tmp_path, '{"seed": ', "broken.json"))
+    assert "broken.json" in refusal(write(tmp_path, "[1, 2]", "broken.json"))
+
+
+def test_describe_groups_and_marks():
+    text = describe(load((ModelConfig, Run), ["--lr=0.1"]))
+    assert "ModelConfig: vocab_size=32768" in text and "lr=0.1*" in text and "seed=1337 " in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load((ModelConfig, Run), ["--lr=oops", "--help"], doc="What it is.")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and text.startswith("What it is.")
+    for part in ("--max_steps int (100)", "optimizer steps, over the whole run", "--top_k int|None (None)",
+                 "None = off", "--schedule wsd|cosine ('wsd')", "--compile true|false (True)",
+                 "  where\n    --out_dir"):
+        assert part in text
+    for field in (*ModelConfig.__dataclass_fields__, *Run.__dataclass_fields__):
+        assert f"--{field} " in text
+
+
+def test_command_refuses_in_one_message_and_starts_fast(tmp_path):
+    command = tmp_path / "command.py"
+    command.write_text(f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from dataclasses import dataclass
+import torch
+start = time.perf_counter()
+from config import ConfigError, load
+@dataclass
+class Run:
+    batch_size: int = 1  # sequences
+try:
+    load((Run,), sys.argv[1:], doc="A command.")
+except ConfigError as error:
+    sys.exit(print(f"error: {{error}}", file=sys.stderr) or 2)
+finally:
+    print(time.perf_counter() - start)
+""")
+    done = subprocess.run([sys.executable, command, "batch_size=8"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Write --batch_size=8." in done.stderr
+    done = subprocess.run([sys.executable, command, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--batch_size int (1)" in done.stdout
+    assert float(done.stdout.split()[-1]) < 0.5  # seconds over a bare `import torch`
