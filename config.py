@@ -255,3 +255,69 @@ def _comments(cls) -> tuple[dict, dict]:
         elif last and comment and not code.strip():  # the comment goes on in a line of its own, indented deeper
             behind[last] += " " + comment.strip()
     return behind, above
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    # data and run folder
+    data_dir: str = "data/stack100m"  # what prepare.py made
+    out_dir: str = "out/stack100m"  # run folder: config.json, log.jsonl, loss.png, checkpoints
+    init_from: str = "scratch"  # scratch, resume (continue out_dir), or a run folder whose weights to start from
+    seed: int = 1337  # of initial weights, batch order, dropout and samples
+    # batch
+    seq_len: int = 2048  # tokens per sequence
+    micro_batch_size: int = 32  # sequences per device per forward pass
+    batch_tokens: int = 524288  # tokens per optimizer step over all devices; accumulation follows from it
+    max_steps: int = 38147  # optimizer steps
+    doc_mask: bool = True  # attention stays inside a document
+    # optimizer
+    optimizer: typing.Literal["muon", "adamw"] = "muon"  # muon: for the blocks' matrices; the rest is AdamW's
+    muon_lr: float = 6e-3  # peak, in the 0.2*sqrt(max(m, n)) scale
+    adamw_lr: float = 3e-3  # peak, for the table, gains and biases (all parameters with optimizer=adamw)
+    weight_decay: float = 0.1  # decoupled; matrices and the table only
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    grad_clip: float = 1.0  # global norm; 0 = off
+    z_loss: float = 1e-4  # weight of logsumexp squared, keeps logits from drifting; 0 = off
+    schedule: typing.Literal["wsd", "cosine"] = "wsd"
+    warmup_steps: int = 500  # linear from 0
+    decay_fraction: float = 0.1  # of max_steps, at the end (wsd)
+    min_lr_fraction: float = 0.0  # of the peak, at the end
+    # every so many steps; 0 = never
+    log_interval: int = 10
+    eval_interval: int = 500  # held-out loss; also at the end
+    save_interval: int = 1000  # ckpt_last; also at the end
+    sample_interval: int = 2000  # a few lines of text
+    eval_tokens: int = 2**20  # held-out tokens per evaluation, from the start of the split
+    keep: int = 0  # numbered checkpoints kept besides last and best
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N, mps
+    dtype: typing.Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    compile: bool = True  # torch.compile the block, once for all layers
+    peak_tflops: float | None = None  # of one device, for the mfu column where the device's name is not known
+    max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
+    wandb_project: str | None = None  # log there too
+
+    def problems(self) -> list[str]:
+        """Every impossible setting, as sentences a user can act on."""
+        found = []
+        for name in ("seq_len", "micro_batch_size", "batch_tokens", "max_steps", "muon_lr", "adamw_lr", "max_bad_steps",
+                     "eval_tokens"):
+            if not getattr(self, name) > 0:
+                found.append(f"{name} ({getattr(self, name)}) must be positive.")
+        for name in ("log_interval", "eval_interval", "save_interval", "sample_interval", "warmup_steps", "grad_clip",
+                     "weight_decay", "z_loss", "keep", "seed"):
+            if getattr(self, name) < 0:
+                found.append(f"{name} ({getattr(self, name)}) must be 0 or more.")
+        for name in ("decay_fraction", "min_lr_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1].")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1).")
+        if self.warmup_steps > self.max_steps > 0:
+            found.append(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps}): the peak would "
+                         "never be reached. Lower it.")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            found.append(f"peak_tflops ({self.peak_tflops}) must be positive, or None.")
+        return found

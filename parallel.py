@@ -1,0 +1,68 @@
+"""Several processes: who am I, and what do the others say.  `torchrun` starts them; without it there is one.
+
+Gradients are averaged by DistributedDataParallel.  Everything that decides something (stop, skip a step, best so far)
+is decided on values reduced over all ranks, so that no rank goes where another does not.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Ranks:
+    rank: int = 0  # of this process, over all machines
+    local_rank: int = 0  # on this machine: which GPU
+    world_size: int = 1
+
+    def sum(self, tensor):
+        """Sum over ranks, in place; returns the tensor."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)  # sum: gloo has no average
+        return tensor
+
+    def any(self, flag: bool, device) -> bool:
+        """True on every rank if it is on one."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=device)) > 0)
+
+    def barrier(self):
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def read_ranks() -> Ranks:
+    """What torchrun put into the environment; RANK without an address to meet at (a cluster's leftover) is no group."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
+        return Ranks()
+    return Ranks(*(int(os.environ.get(key, default)) for key, default in (
+        ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))))
+
+
+def connect(ranks: Ranks, device: torch.device) -> torch.device:
+    """Join the process group (nccl on CUDA, gloo elsewhere); returns this rank's device."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", ranks.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks.world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                device_id=device if device.type == "cuda" else None)
+    return device
+
+
+def disconnect(ranks: Ranks):
+    """Leave the group at a clean end; after an exception the launcher ends the others, and asking them would hang."""
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
+
+
+def parallelize(model, ranks: Ranks, device: torch.device):
+    """The model as one of world_size replicas; the model itself where there is one process."""
+    if ranks.world_size == 1:
+        return model
+    return torch.nn.parallel.DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
