@@ -1,0 +1,355 @@
+"""Text to ids and back: byte-level BPE, trained by rustbpe and run by tiktoken.
+
+Ids are laid out as ranks, then special tokens. Ranks 0-255 are the single bytes, so any text can be encoded; each rank
+after them is one learned merge. Text is first cut into pieces by PATTERN (words with their leading space, up to three
+digits, punctuation, white space) and merges never cross pieces. The vocabulary size is what this comes to, never what
+was asked for; the model pads its own matrix.
+
+PATTERN is GPT-4's rule as Llama 3 writes it. It has no possessive quantifiers: three regex engines read it (Rust's for
+rustbpe and tiktoken, Oniguruma in Hugging Face's tokenizers after export) and `{1,3}+` means different things to them.
+Written so, tiktoken and tokenizers agree on every code point, and tiktoken runs it a third faster.
+
+tiktoken and rustbpe are fast and have edges, which are blunted here:
+
+- a run of white space near a million characters exhausts the regex engine, which ends in a panic that is no Exception,
+  and one piece of megabytes costs more than its length. So text is fed in slices of at most SLICE characters, cut
+  before a space that follows a non-space: pieces end there anyhow, so ids are those of the uncut text. Where there is
+  no such place (a megabyte of minified code or of one letter) the cut is hard: exact round trip, some token more per
+  slice. Training cuts by the same function;
+- lone surrogates, which a str can hold and UTF-8 cannot, become U+FFFD before either library sees them;
+- special tokens are found here and never by tiktoken, so text that discusses "<|endoftext|>" stays text unless the
+  caller says special=True, and no name of a special token can upset its regex;
+- rustbpe only trains. Its encoder loses data on long runs.
+
+The file is JSON that a person can read: tokens in order of rank, as text where they are UTF-8 and as a list of byte
+values where they are not. A sha256 fingerprint over everything that decides ids travels with shards and checkpoints.
+"""
+
+import codecs
+import hashlib
+import json
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+           r"|\s+(?!\S)|\s+")
+BOUNDARY = "<|endoftext|>"  # stands before every document: begin and stop sign in one
+SPECIALS = (BOUNDARY, "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tool_call|>",
+            "<|tool_result|>", "<|reserved_0|>")
+FILE_NAME, FORMAT, VERSION = "tokenizer.json", "stack100m-tokenizer", 1
+SLICE = 1 << 14  # characters given to tiktoken or rustbpe at once
+GROUP = 1 << 18  # characters per task of encode_documents: 10 ms of work, handed over in 0.05
+MAX_TRAINING_BYTES = 2**31 - 1  # rustbpe counts in int32
+REPLACEMENT = "\ufffd".encode()
+CUT = re.compile(r"\S(?=[ \t])")
+
+
+class Tokenizer:
+    """Ranks, special tokens and the split pattern, from train_tokenizer, Tokenizer.load or Tokenizer.from_tiktoken."""
+
+    def __init__(self, pattern: str, ranks: dict[bytes, int], specials: dict[str, int], *, boundary: str = BOUNDARY):
+        ids = [*ranks.values(), *specials.values()]
+        problems = []
+        if missing := [i for i in range(256) if bytes([i]) not in ranks]:
+            problems.append(f"{len(missing)} of the 256 single bytes have no rank, {missing[0]} first")
+        if len(set(ids)) < len(ids) or min(ids, default=0) < 0:
+            problems.append("two tokens share an id, or an id is negative")
+        if boundary not in specials or "" in specials:
+            problems.append(f"the special tokens {list(specials)} lack the boundary {boundary!r}, or one is empty")
+        if problems:
+            raise ValueError(f"These tokens make no tokenizer: {'; '.join(problems)}.\n  Every byte needs a rank, each "
+                             "token an id of its own, and one special token marks where documents start.")
+        self.pattern, self.ranks, self.special_ids, self.boundary = pattern, ranks, specials, boundary
+        self.boundary_id: int = specials[boundary]
+        self.vocab_size: int = max(ids) + 1  # foreign encodings may have gaps; a gap is an id that is never produced
+        self._bytes = [REPLACEMENT] * self.vocab_size
+        for token, i in ranks.items():
+            self._bytes[i] = token
+        for name, i in specials.items():
+            self._bytes[i] = name.encode()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex sha256 over pattern, ranks and special tokens: equal fingerprints give equal ids for every text."""
+        specials = sorted(self.special_ids.items(), key=lambda item: item[1])
+        digest = hashlib.sha256(json.dumps([self.pattern, self.boundary, specials]).encode())
+        for token, rank in sorted(self.ranks.items(), key=lambda item: item[1]):
+            digest.update(b"%d %d %b" % (rank, len(token), token))
+        return digest.hexdigest()
+
+    # ---- text to ids
+
+    @cached_property
+    def _encoding(self):
+        import tiktoken
+        # One ASCII name where tiktoken wants its special tokens: none makes its search for them match everywhere.
+        return tiktoken.Encoding("stack100m", pat_str=self.pattern, mergeable_ranks=self.ranks,
+                                 special_tokens={BOUNDARY: self.vocab_size})
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern:
+        names = sorted(self.special_ids, key=len, reverse=True)  # the longest wins where one begins with another
+        return re.compile(f"({'|'.join(map(re.escape, names))})")
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of a text. The names of special tokens are text like any other unless special=True."""
+        if not special:
+            return self.encode_to_numpy(text).tolist()
+        ids = []
+        for i, part in enumerate(self._special_pattern.split(text)):  # text, name, text, name, ..., text
+            ids += [self.special_ids[part]] if i % 2 else self.encode(part)
+        return ids
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        """Ids of a text as uint32, without the detour through a list; special names are text. Releases the GIL."""
+        try:
+            parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in slices(text)]
+        except UnicodeEncodeError:
+            return self.encode_to_numpy(replace_surrogates(text))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # pyo3's; it derives from BaseException only
+                raise
+            raise RuntimeError(f"tiktoken panicked on a text of {len(text):,} characters: {error}") from None
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def encode_documents(self, texts: Iterable[str], workers: int | None = None) -> Iterator[np.ndarray]:
+        """encode_to_numpy of every text, in order, by a pool of threads; texts are read only a few groups ahead.
+
+        The ids do not depend on workers. An error in a document ends the iteration and says which one it was.
+        """
+        workers = workers or os.cpu_count() or 1
+        self._encoding  # built here, else each thread builds it  # noqa: B018
+
+        def encode_group(first, group):
+            out = []
+            for i, text in enumerate(group, first):
+                try:
+                    out.append(self.encode_to_numpy(text))
+                except Exception as error:
+                    raise RuntimeError(f"document {i} (counted from 0) cannot be encoded: {error}") from error
+            return out
+
+        pool, running = ThreadPoolExecutor(workers, thread_name_prefix="encode"), deque()
+        try:
+            for first, group in _grouped(texts):
+                running.append(pool.submit(encode_group, first, group))
+                if len(running) > 2 * workers:
+                    yield from running.popleft().result()
+            while running:
+                yield from running.popleft().result()
+        finally:  # also when the caller stops early: what runs is finished, what waits is dropped
+            pool.shutdown(cancel_futures=True)
+
+    # ---- ids to text
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids; special tokens give their names, ids outside the vocabulary U+FFFD."""
+        table, n = self._bytes, self.vocab_size
+        return b"".join([table[i] if 0 <= i < n else REPLACEMENT for i in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; what is no UTF-8 and what is no id gives U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def stream(self) -> "Stream":
+        """A decoder for one growing sample."""
+        return Stream(self)
+
+    def token_bytes(self) -> np.ndarray:
+        """(vocab_size,) int32: how many bytes of text each id stands for, 0 for special tokens; for bits per byte."""
+        lengths = np.zeros(self.vocab_size, np.int32)
+        lengths[list(self.ranks.values())] = [len(token) for token in self.ranks]
+        return lengths
+
+    # ---- making, saving, loading
+
+    def with_specials(self, names: Iterable[str]) -> "Tokenizer":
+        """The same tokenizer with more special tokens, at the next free ids; all old ids stay what they are."""
+        names = list(names)
+        if taken := [name for i, name in enumerate(names) if not name or name in self.special_ids or name in names[:i]]:
+            raise ValueError(f"{taken} cannot be added: empty, twice in the list, or special tokens already.\n"
+                             f"  Choose names other than {', '.join(self.special_ids)}.")
+        added = {name: self.vocab_size + i for i, name in enumerate(names)}
+        return Tokenizer(self.pattern, self.ranks, {**self.special_ids, **added}, boundary=self.boundary)
+
+    @staticmethod
+    def from_tiktoken(name: str) -> "Tokenizer":
+        """One of tiktoken's own encodings ("gpt2", "cl100k_base", ...), ids as they are there. Downloads it once."""
+        import tiktoken
+        import tiktoken.load
+        if name not in tiktoken.list_encoding_names():
+            raise ValueError(f"There is no encoding {name!r} in tiktoken.\n"
+                             f"  It has {', '.join(tiktoken.list_encoding_names())}.")
+        read_file = tiktoken.load.read_file
+
+        def read_or_give_up(location):  # tiktoken's own request waits for ever where a network swallows packets
+            if not location.startswith("http"):
+                return read_file(location)
+            import requests
+            reply = requests.get(location, timeout=10)
+            reply.raise_for_status()
+            return reply.content
+
+        tiktoken.load.read_file = read_or_give_up
+        try:
+            encoding = tiktoken.get_encoding(name)
+        except (OSError, ValueError) as error:  # no route, no name, proxy, certificate, 404, damaged download
+            raise ConnectionError(
+                f"{name!r} is not in tiktoken's cache and cannot be fetched ({type(error).__name__}: {error}).\n"
+                f"  Where there is a network run: TIKTOKEN_CACHE_DIR=cache python -c \"import tiktoken; "
+                f"tiktoken.get_encoding('{name}')\"\n  Copy the folder cache here and set TIKTOKEN_CACHE_DIR to it."
+            ) from error
+        finally:
+            tiktoken.load.read_file = read_file
+        return Tokenizer(encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, or tokenizer.json in a folder; complete or not at all."""
+        path = _file_of(path)
+        tokens = [None] * (max(self.ranks.values()) + 1)
+        for token, rank in self.ranks.items():
+            try:
+                tokens[rank] = token.decode()
+            except UnicodeDecodeError:
+                tokens[rank] = list(token)
+        head = {"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint,
+                "pattern": self.pattern, "boundary": self.boundary, "special_tokens": self.special_ids}
+        lines = ",\n".join(json.dumps(token, ensure_ascii=False) for token in tokens)  # a line per token
+        text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "tokens": [\n{lines}\n ]\n}}\n'
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    @staticmethod
+    def load(path: str | Path) -> "Tokenizer":
+        """Read a file that save() wrote, or tokenizer.json of a folder."""
+        path = _file_of(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} not found.\n  Data sets and checkpoints carry theirs; make one with: "
+                                    "python prepare.py stdlib --out data/NAME")
+        needed = f"{FORMAT} version {VERSION} is needed"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # JSON's and UTF-8's
+            raise ValueError(f"{path} is not JSON ({error}); {needed}.\n  Copy it again from the data set or "
+                             "checkpoint it belongs to.") from None
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT or data.get("version") != VERSION:
+            kind = "is Hugging Face's tokenizer file" if isinstance(data, dict) and "added_tokens" in data else (
+                f"has format {found!r}, version {data.get('version')!r}" if found else "is no tokenizer of ours")
+            raise ValueError(f"{path} {kind}; {needed}.\n  Convert a Hugging Face folder with: "
+                             "python convert.py import FOLDER out/RUN")
+        try:
+            ranks = {token.encode() if isinstance(token, str) else bytes(token): rank
+                     for rank, token in enumerate(data["tokens"]) if token is not None}
+            tokenizer = Tokenizer(data["pattern"], ranks, data["special_tokens"], boundary=data["boundary"])
+            stored, computed = data["fingerprint"], tokenizer.fingerprint
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {needed}.\n  Copy it again from "
+                             "the data set or checkpoint it belongs to.") from None
+        if stored != computed:
+            raise ValueError(f"{path} was changed after it was written: its fingerprint says {stored}, its contents "
+                             f"give {computed}.\n  Copy it again from the data set or checkpoint it belongs to.")
+        return tokenizer
+
+
+class Stream:
+    """Ids in, text out, for printing while a sample grows: holds back the bytes of an unfinished character.
+
+    What push() and flush() return adds up to decode() of the same ids. Bytes that can no longer become a character
+    come out as U+FFFD at once, so nothing is held longer than three bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self._decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._tokenizer.decode_bytes((token_id,)))
+
+    def flush(self) -> str:
+        """The rest, at the end of the sample; the stream can be used again afterwards."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a vocabulary of vocab_size ids, the special tokens among them, from texts read once as a stream.
+
+    The result depends on which texts there are and not on their order: pieces are counted, and merges of equal count
+    are taken in order of their ids. Where there are too few pairs the vocabulary is smaller; a line on stderr says so.
+    """
+    import rustbpe
+    if vocab_size < 256 + len(SPECIALS):
+        raise ValueError(f"vocab_size {vocab_size} is too small: the 256 bytes and {len(SPECIALS)} special tokens need "
+                         f"{256 + len(SPECIALS)}.\n  Set --vocab_size to at least that; 4096 suits a few MB of text, "
+                         "32768 gigabytes.")
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(_training_slices(texts), vocab_size - len(SPECIALS), buffer_size=1024, pattern=PATTERN)
+    tokens = dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks())  # two merges can spell one token
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    tokenizer = Tokenizer(PATTERN, ranks, {name: len(ranks) + i for i, name in enumerate(SPECIALS)})
+    if tokenizer.vocab_size < vocab_size:
+        print(f"tokenizer: this text has pairs to merge for {tokenizer.vocab_size} ids only, {vocab_size} were asked "
+              f"for; the vocabulary is {tokenizer.vocab_size}.", file=sys.stderr)
+    return tokenizer
+
+
+def slices(text: str) -> Iterator[str]:
+    """The text in parts of at most SLICE characters, cut where pieces end anyhow if such a place is near."""
+    start = 0
+    while len(text) - start > SLICE:
+        end = start + SLICE
+        if cut := CUT.search(text, end - 256, end):
+            end = cut.end()
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text
+
+
+def replace_surrogates(text: str) -> str:
+    """Lone surrogates as U+FFFD, the only characters of a str that UTF-8 has no bytes for; pairs as what they spell."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _training_slices(texts):
+    total = 0
+    for text in texts:
+        try:
+            total += len(text.encode())
+        except UnicodeEncodeError:
+            text = replace_surrogates(text)
+            total += len(text.encode())
+        if total > MAX_TRAINING_BYTES:  # a count that overflows gives wrong merges without a word
+            raise ValueError(f"More than {MAX_TRAINING_BYTES:,} bytes to train a tokenizer on; rustbpe's counts end "
+                             "there.\n  Train on a sample: some hundred MB give nearly the same vocabulary.")
+        yield from slices(text)
+
+
+def _grouped(texts):
+    """(number of the first text, list of texts): as many texts as reach GROUP characters together."""
+    first, group, size = 0, [], 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= GROUP:
+            yield first, group
+            first, group, size = first + len(group), [], 0
+    if group:
+        yield first, group
+
+
+def _file_of(path):
+    path = Path(path)
+    return path / FILE_NAME if path.is_dir() else path
