@@ -103,6 +103,8 @@ def default_chunk(n_tokens: int, vocab: int, dtype: torch.dtype, device_type: st
     """
     budget = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     largest = max(budget // (vocab * dtype.itemsize), 16)
+    if dtype == torch.float16:  # ends at 65504, and gradients are summed over the chunk before they are averaged
+        largest = min(largest, 4096)
     return max(-(-n_tokens // -(-n_tokens // largest)), 1) if n_tokens else 1
 
 
@@ -119,14 +121,17 @@ def _chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z
     if softcap:
         capped = torch.tanh(x / softcap)
         x = softcap * capped
-    lse = torch.logsumexp(x, dim=-1)  # (n,)
+    top = x.amax(dim=-1, keepdim=True)  # (n, 1)
+    x = x - top  # an offset common to all logits drops out before it can swallow digits
+    rest = torch.exp(x).sum(dim=-1).log()  # (n,) log-sum-exp above the largest logit
+    lse = rest + top.squeeze(1)
     valid = targets != ignore_index
     safe = torch.where(valid, targets, 0)
-    loss = lse - x.gather(1, safe[:, None]).squeeze(1)
+    loss = rest - x.gather(1, safe[:, None]).squeeze(1)
     if z_loss:
         loss = loss + z_loss * lse * lse
     if grad:
-        d = torch.exp(x - lse[:, None])  # softmax
+        d = torch.exp(x - rest[:, None])  # softmax
         if z_loss:
             d = d * (1 + 2 * z_loss * lse)[:, None]
         onehot = torch.arange(n_vocab, device=x.device) == safe[:, None]
@@ -150,7 +155,8 @@ def _no_compiler(reason: str):
 
 
 def _run_chunk_arithmetic(logits, *args):
-    if logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or logits.shape[0] < 2:
+    failed = _no_compiler.cache_info().currsize > 0  # trying again would cost seconds a chunk
+    if failed or logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or logits.shape[0] < 2:
         return _chunk_arithmetic(logits, *args)
     torch._dynamo.maybe_mark_dynamic(logits, 0)
     torch._dynamo.maybe_mark_dynamic(args[0], 0)
@@ -175,7 +181,7 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
     chunk = chunk or default_chunk(N, V, hidden.dtype, hidden.device.type)
     loss = torch.empty(N, dtype=wide, device=hidden.device)
     dh = torch.empty_like(hidden) if want_dh else None
-    dw = torch.empty_like(weight, dtype=wide) if want_dw else None
+    dw = (torch.empty_like if N else torch.zeros_like)(weight, dtype=wide) if want_dw else None
     buffer = hidden.new_empty(min(chunk, N), V)  # one chunk of logits, reused: fresh pages cost as much as the matmul
     dw_chunk = torch.empty_like(weight) if want_dw and N > chunk else None
     for start in range(0, N, chunk):
@@ -203,11 +209,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, reduction, options, dtype):
+    def forward(ctx, hidden, weight, targets, reduction, options, dtype, grad_enabled):
         low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
         ones = torch.ones(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
         # "none" meets a gradient per token, which the weight gradient needs before the sum over tokens: recompute there
-        formed = reduction != "none"
+        formed = reduction != "none" and grad_enabled
         want_dh, want_dw = ctx.needs_input_grad[0] and formed, ctx.needs_input_grad[1] and formed
         loss, ctx.dh, ctx.dw = _walk_chunks(low_hidden, low_weight, targets, ones, options, want_dh, want_dw)
         ctx.save_for_backward(hidden, weight, targets)
@@ -219,11 +225,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if reduction == "sum":
             ctx.norm = 1.0
             return total
-        ctx.norm = 1.0 / (targets != options[1]).sum().clamp(min=1)
+        ctx.norm = 1.0 / (targets != options[1]).sum().clamp(min=1).to(total.dtype)
         return total * ctx.norm
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # create_graph: what follows would silently count as constant
+            raise NotImplementedError("fused_linear_cross_entropy has first derivatives only. For second ones use "
+                                      "F.cross_entropy(F.linear(hidden, weight), targets).")
         hidden, weight, targets = ctx.saved_tensors
         if not ctx.formed:  # a gradient per token, or a second backward through the same graph
             wide = torch.promote_types(ctx.dtype, torch.float32)
@@ -231,16 +240,16 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             _, dh, dw = _walk_chunks(hidden.to(ctx.dtype), weight.to(ctx.dtype), targets, scale.contiguous(),
                                      ctx.options, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
             return (None if dh is None else dh.to(hidden.dtype), None if dw is None else dw.to(weight.dtype),
-                    None, None, None, None)
+                    None, None, None, None, None)
         dh, dw = ctx.dh, ctx.dw
         ctx.dh = ctx.dw = None  # handed over, so that autograd need not copy them; a second backward recomputes
         ctx.formed = False
-        factor = grad * ctx.norm
-        if dh is not None:  # bf16 * fp32 scalar in fp32, rounded once
-            dh = torch.mul(dh, factor, out=dh) if dh.dtype == hidden.dtype else (dh.to(hidden.dtype) * factor)
+        factor = (grad * ctx.norm).reshape(1, 1)  # a 0-dim factor would be rounded to bf16, or overflow fp16, on CUDA
+        if dh is not None:
+            dh = torch.mul(dh, factor, out=dh if dh.dtype == hidden.dtype else None)
         if dw is not None:
             dw = dw.mul_(factor).to(weight.dtype)
-        return dh, dw, None, None, None, None
+        return dh, dw, None, None, None, None, None
 
 
 def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -100, z_loss: float = 0.0,
@@ -274,7 +283,7 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
     device_type = hidden.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
     options = (n_vocab, ignore_index, z_loss, softcap, chunk)
-    loss = _FusedLinearCrossEntropy.apply(hidden, weight, targets, reduction, options, dtype)
+    loss = _FusedLinearCrossEntropy.apply(hidden, weight, targets, reduction, options, dtype, torch.is_grad_enabled())
     if targets.device.type != "cpu":
         loss = loss + torch.where(outside.any() if reduction != "none" else outside, float("nan"), 0.0)
     return loss
