@@ -1,4 +1,4 @@
-"""Settings: every value is checked against its declared type wherever it came from, and every refusal says what to do."""
+"""Settings: each value is checked against its declared type wherever it came from; each refusal says what to do."""
 
 import os
 import subprocess
