@@ -1,0 +1,394 @@
+"""Every figure account.py prints is what the real thing has, keeps, reads or computes."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, tiny_config
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import account
+from config import TrainConfig, load
+from data import document_ids
+from model import GPT, KVCache, ModelConfig
+from optim import make_optimizers
+
+CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py"))
+GPT2 = dict(n_kv_heads=4, d_ff=256, pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
+SHAPES = {"stack": {}, "gpt2": GPT2, "untied": dict(tie_embeddings=False), "wide heads": dict(head_dim=32)}
+
+
+def settings(path, *flags):
+    return load((ModelConfig, TrainConfig), [str(ROOT / path), *flags])
+
+
+def priced(cfg, **train):
+    return account.account(cfg, TrainConfig(**{**dict(seq_len=cfg.max_seq_len, micro_batch_size=4), **train}))
+
+
+class LiveStorage(TorchDispatchMode):
+    """Bytes of the storages made inside the block that are alive, and their peak."""
+
+    def __init__(self, known=()):
+        super().__init__()
+        self.refs, self.peak = {}, 0
+        self.known = {t.untyped_storage().data_ptr() for t in known}
+
+    def live(self):
+        self.refs = {key: (ref, n) for key, (ref, n) in self.refs.items() if not ref.expired()}
+        return sum(n for _, n in self.refs.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.known:
+                storage = t.untyped_storage()
+                self.refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.live())
+        return out
+
+
+# parameters ----------------------------------------------------------------------------------------------------------
+
+def test_the_command_prints_the_integers_of_stack100m():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "account.py", "configs/stack100m.py", "--json"], cwd=ROOT, text=True,
+                          capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and done.stderr == ""
+    a = json.loads(done.stdout)
+    expected = dict(
+        embedding=16777216, attention_per_block=655360, mlp_per_block=2162688, norm_per_block=1152, per_block=2819200,
+        blocks=84576000, final_norm=512, total=101353728, total_untied=118130944, body=84576512, muon_params=84541440,
+        adamw_params=16812288, norm=35072, bytes_float32=405414912, bytes_bfloat16=202707456,
+        train_state_bytes=1283493888, train_state_bytes_adamw=1621659648, kv_cache_bytes_per_token=15360,
+        kv_cache_bytes_per_token_mha=61440, flops_6n=608122368, flops_attention=188743680, flops_causal=796866048,
+        flops_palm=985609728, flops_attention_at_4x=754974720, batch_tokens=524288, max_steps=38147,
+        tokens=20000014336, int8_row_scales=171008, int4_groups=1583104)
+    assert {key: a[key] for key in expected} == expected
+    assert a["kv_cache_bytes"] == {"2048": 31457280, "8192": 125829120}
+    assert a["vocabularies"]["50257"]["total"] == 110308096
+    assert a["budget"] == {"tokens": 20 * 10**9, "steps": 38147, "windows": 9765625}
+    assert a["bytes_int4"] / 1e6 == pytest.approx(63.3, abs=0.05)
+    assert a["table_share"] == pytest.approx(0.1655, abs=1e-4)
+    assert a["vocabularies"]["50257"]["table_share"] == pytest.approx(0.233, abs=1e-3)
+    assert a["flops_newton_schulz_per_step"] == pytest.approx(1.038e12, rel=1e-3)
+    assert a["flops_newton_schulz_share"] == pytest.approx(0.0033, abs=1e-4)
+    assert a["flops_head_share_of_forward"] == pytest.approx(0.126, abs=1e-3)
+    assert a["expected_initial_loss"] == pytest.approx(10.50, abs=5e-3)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 4  # of CPU time, import torch included
+    assert after.ru_maxrss < 1_000_000  # kB: nothing of the model's size was allocated on top of importing torch
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_parameters_are_those_of_the_built_model(path):
+    cfg, train = settings(path)
+    a = account.account(cfg, train)
+    with torch.device("meta"):
+        model = GPT(cfg)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert a["total"] == sum(sizes.values())
+    assert a["embedding"] == sizes["embed.weight"]
+    assert a["per_block"] == sum(n for name, n in sizes.items() if name.startswith("blocks.0."))
+    assert a["attention_per_block"] == sum(n for name, n in sizes.items() if ".0.attn.w" in name)
+    assert a["mlp_per_block"] == sum(n for name, n in sizes.items() if ".0.mlp." in name)
+    assert a["final_norm"] == sum(n for name, n in sizes.items() if name.startswith("norm."))
+    assert a["body"] == sum(n for name, n in sizes.items() if name.startswith(("blocks.", "norm.")))
+    other = "total_untied" if cfg.tie_embeddings else "total_tied"
+    cfg.tie_embeddings = not cfg.tie_embeddings
+    with torch.device("meta"):
+        assert a[other] == sum(p.numel() for p in GPT(cfg).parameters())
+
+
+def test_gpt2_is_gpt2():
+    cfg, train = settings("configs/gpt2.py")
+    assert account.account(cfg, train)["total"] == 124439808
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_training_state_is_what_lies_in_memory_after_a_step(tiny, shape, optimizer):
+    model = tiny(**SHAPES[shape])
+    a = priced(model.cfg, optimizer=optimizer)
+    optimizers = make_optimizers(model, optimizer=optimizer)
+    owned = {type(o).__name__: sum(p.numel() for g in o.param_groups for p in g["params"]) for o in optimizers}
+    assert (owned.get("Muon", 0), owned["AdamW"]) == (a["muon_params"], a["adamw_params"])
+    ids = torch.randint(0, 300, (2, 8))
+    model(ids, ids).backward()
+    for o in optimizers:
+        o.step()
+    tensors = [t for p in model.parameters() for t in (p, p.grad)]
+    tensors += [t for o in optimizers for state in o.state.values() for t in state.values() if t.ndim]
+    assert sum(t.nbytes for t in tensors) == a["train_state_bytes"]
+
+
+def test_quantized_sizes_count_rows_and_groups_of_the_real_matrices(tiny):
+    model = tiny()
+    a = priced(model.cfg)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    assert a["int8_row_scales"] == sum(p.shape[0] for p in matrices)
+    assert a["int4_groups"] == sum(p.numel() for p in matrices) // 64
+
+
+# memory --------------------------------------------------------------------------------------------------------------
+
+def saved_bytes_per_token(cfg, dtype, compiled, B=3, T=30):
+    """What autograd keeps, parameters and their casts left out (by shape: no other tensor may have a weight's)."""
+    torch.manual_seed(0)
+    model = GPT(cfg).train()
+    if compiled:  # inductor's own partitioning without its code generation, which would take half a minute
+        torch._dynamo.reset()
+        for block in model.blocks:
+            block.compile(backend="aot_eager_decomp_partition")
+    ids = torch.randint(0, cfg.vocab_size, (B, T))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {shape for p in model.parameters() if p.ndim == 2 for shape in (p.shape, p.shape[::-1])}
+    saved = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in weights and t.shape not in shapes:
+            saved[storage.data_ptr()] = (storage.nbytes(), t)  # kept alive, so that no address comes twice
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            model(ids, ids)
+    return sum(n for n, _ in saved.values()) / (B * T)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", ["stack", "gpt2", "wide heads"])
+def test_activations_are_what_autograd_keeps(shape, dtype, compiled):
+    cfg = tiny_config(**SHAPES[shape])
+    of = account.activation_bytes(cfg, 2 if dtype == "bfloat16" else 4, compiled=compiled)
+    measured = saved_bytes_per_token(cfg, dtype, compiled)
+    assert cfg.n_layers * of["block"] + of["around"] == pytest.approx(measured, rel=0.03)
+
+
+def test_dropout_keeps_a_byte_per_value(monkeypatch):
+    """On a GPU, whose kernel a CPU can be asked for by name; attention's own dropout keeps nothing there."""
+    def dropout(x, p, training, inplace):
+        return torch.native_dropout(x, p, training)[0] if p else x
+    monkeypatch.setattr(F, "dropout", dropout)
+
+    def kept(p):
+        cfg = tiny_config(dropout=p)
+        model, saved = GPT(cfg).train(), {}
+        for block in model.blocks:
+            block.attn.dropout = 0.0
+        ids = torch.randint(0, 300, (3, 32))
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+            model(ids, ids)
+        of = account.activation_bytes(cfg, 4, compiled=False)
+        return sum(t.untyped_storage().nbytes() for t in saved.values()) / 96, cfg.n_layers * of["block"] + of["around"]
+    (measured, counted), (measured_without, counted_without) = kept(0.5), kept(0.0)
+    assert measured - measured_without == counted - counted_without == 5 * 64  # two branches a layer, and the input
+
+
+def test_naive_head_keeps_4_peaks_at_8_then_12_bytes_per_logit():
+    N, V, C = 512, 2048, 16
+    expected = account.head_bytes(ModelConfig(vocab_size=V, d_model=C), N, 2)["naive"]
+    h, W = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
+    targets = torch.randint(0, V, (N,))
+    with LiveStorage([h, W, targets]) as live:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(F.linear(h, W).float(), targets)
+        forward, saved, live.peak = live.peak, live.live(), 0
+        loss.backward()
+    assert (saved, forward, live.peak) == pytest.approx(
+        (expected["saved"], expected["forward_peak"], expected["backward_peak"]), rel=0.1)
+
+
+def test_chunked_head_takes_the_memory_it_is_said_to():
+    """In a process of its own: the compiled chunk's memory shows only in the size of the process."""
+    code = textwrap.dedent("""
+        import json, torch, account
+        from model import ModelConfig, fused_linear_cross_entropy
+        torch.set_num_threads(1)
+        N, V, C = 6144, 8192, 512
+        h, W = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
+        targets = torch.randint(0, V, (N,))
+
+        def resident(key):
+            return int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1]) * 1024
+
+        def peak(run):
+            open("/proc/self/clear_refs", "w").write("5")
+            before = resident("VmRSS")
+            result = run()
+            return result, resident("VmHWM") - before, resident("VmRSS") - before
+
+        def forward():
+            with torch.autocast("cpu", torch.bfloat16):
+                return fused_linear_cross_entropy(h, W, targets)
+
+        forward().backward()  # compiles
+        h.grad = W.grad = None
+        loss, forward_peak, saved = peak(forward)
+        _, backward_peak, _ = peak(loss.backward)
+        expected = account.head_bytes(ModelConfig(vocab_size=V, d_model=C), N, 2, device_type="cpu")["chunked"]
+        print(json.dumps([[saved, forward_peak, saved + backward_peak],
+                          [expected[k] for k in ("saved", "forward_peak", "backward_peak")]]))
+    """)
+    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **exact}, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    measured, expected = json.loads(done.stdout)
+    assert measured == pytest.approx(expected, rel=0.1)
+
+
+def test_the_peak_of_a_training_step_is_state_activations_and_head():
+    cfg = tiny_config(vocab_size=64, n_layers=6, d_model=128, d_ff=352, max_seq_len=128)
+    model = GPT(cfg)
+    ids = torch.randint(0, cfg.vocab_size, (8, 128))
+    optimizers = make_optimizers(model)
+    model(ids, ids).backward()
+    for o in optimizers:
+        o.step()
+    kept = sum(t.nbytes for p in model.parameters() for t in (p, p.grad)) + sum(
+        t.nbytes for o in optimizers for state in o.state.values() for t in state.values())
+    known = [t for p in model.parameters() for t in (p, p.grad)]
+    with LiveStorage([*known, ids]) as live:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, ids)
+        loss.backward()
+    counted = priced(cfg, seq_len=128, micro_batch_size=8)["train_peak_bytes"]["eager"]
+    assert kept + live.peak == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_kv_cache_is_the_cache_that_is_allocated(kv_heads):
+    cfg = tiny_config(n_kv_heads=kv_heads)
+    cache = KVCache(cfg, 1, cfg.max_seq_len, "cpu", torch.bfloat16)
+    assert priced(cfg)["kv_cache_bytes"][cfg.max_seq_len] == cache.k.nbytes + cache.v.nbytes
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoding_reads_every_matrix_that_multiplies_and_the_cache(tiny, shape):
+    model = tiny(**SHAPES[shape]).to(torch.bfloat16)
+    lookups = {"pos_embed.weight"} | (set() if model.cfg.tie_embeddings else {"embed.weight"})
+    read = sum(p.nbytes for name, p in model.named_parameters() if name not in lookups)
+    a = priced(model.cfg)
+    assert a["decode_bytes"]["empty"] == read
+    assert a["decode_bytes"]["full"] - read == a["kv_cache_bytes"][model.cfg.max_seq_len]
+    h100 = a["gpus"]["H100"]
+    assert h100["decode_ms"]["empty"] == pytest.approx(read / 3350e9 * 1e3)
+
+
+# FLOPs ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flops_are_those_the_counter_sees(tiny, shape):
+    """The counter sees all T*T scores, and no norm, bias or lookup; 6N counts the first two of those."""
+    model = tiny(**SHAPES[shape])
+    B, T = 2, 32
+    ids = torch.randint(0, 300, (B, T))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(ids, ids).backward()
+    counted = counter.get_total_flops() / (B * T)
+    a = priced(model.cfg)
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert counted == a["flops_palm"] - 6 * vectors
+    assert a["flops_causal"] - a["flops_6n"] == (a["flops_palm"] - a["flops_6n"]) / 2
+
+
+def test_head_share_is_the_heads_part_of_forward(tiny):
+    cfg = tiny_config(tie_embeddings=False)
+    with FlopCounterMode(display=False, depth=3) as counter:
+        GPT(cfg).head(torch.randn(1, cfg.d_model))
+    a = priced(cfg)
+    assert 3 * counter.get_total_flops() / a["flops_causal"] == pytest.approx(a["flops_head_share_of_forward"])
+
+
+@pytest.mark.parametrize("mean_len, T", [(1, 64), (10, 64), (100, 64), (300, 512)])
+def test_document_masks_leave_the_keys_that_a_real_mask_leaves(mean_len, T):
+    draws = np.random.default_rng(0)
+    stream = (draws.random(300 * T) < 1 / mean_len).astype(np.int64)  # 1 = boundary
+    docs = document_ids(torch.from_numpy(stream).view(-1, T), 1)
+    keys = 0
+    for part in docs.split(25):  # (b, T)
+        same = part[:, :, None] == part[:, None, :]
+        keys += int(same.tril().sum())
+    assert keys / docs.numel() - 0.5 == pytest.approx(account.mean_keys(T, mean_len), rel=0.04)
+
+
+def test_document_masks_cost_between_nothing_and_causal():
+    cfg = tiny_config()
+    train = TrainConfig(seq_len=32, micro_batch_size=4)
+    costs = [account.account(cfg, train, mean_doc_len=m)["flops_doc_masked"] for m in (1, 10, 100, 10**6)]
+    a = account.account(cfg, train)
+    assert a["flops_6n"] < costs[0] and costs == sorted(costs)
+    assert costs[-1] == pytest.approx(a["flops_causal"], rel=1e-4)
+    assert account.mean_keys(2048) == 1024
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_flops_are_those_of_the_optimizer(tiny, shape):
+    model = tiny(**SHAPES[shape])
+    muon, _ = make_optimizers(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    with FlopCounterMode(display=False) as counter:
+        muon.step()
+    assert counter.get_total_flops() == priced(model.cfg)["flops_newton_schulz_per_step"]
+    assert priced(model.cfg, optimizer="adamw")["flops_newton_schulz_per_step"] == 0
+
+
+# time and the rest ---------------------------------------------------------------------------------------------------
+
+def test_hours_of_20b_tokens():
+    flops = 796_866_048 * 20e9
+    hours = {("A100", 0.58): 24.5, ("A100", 0.5): 28.4, ("A100", 0.4): 35.5, ("H100", 0.4): 11.2, ("H200", 0.3): 14.9}
+    for (name, mfu), expected in hours.items():
+        assert account.run_hours(flops, account.PEAK_TFLOPS[name], mfu) == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("vocab, rows", [
+    (50257, (50304, 50432, 50688, 51200)), (32768, (32768,) * 4), (128256, (128256, 128256, 128512, 129024)),
+    (32000, (32000, 32000, 32256, 32768))])
+def test_padded_vocabulary_splits_evenly(vocab, rows):
+    assert tuple(priced(tiny_config(vocab_size=vocab))["padded_vocab_size_by_tp"].values()) == rows
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_every_config_states_its_cost_in_four_lines(path):
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    assert all(line.startswith("# ") for line in lines[:4]) and not lines[4].startswith("#")
+    assert f"train.py {path}" in lines[3]
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_the_tables_hold_the_figures_and_fit_a_terminal(path):
+    cfg, train = settings(path)
+    a = account.account(cfg, train)
+    text = account.tables(a, cfg, train)
+    assert max(map(len, text.splitlines())) <= 120
+    for key in ("total", "flops_6n", "flops_causal", "flops_palm", "flops_doc_masked", "tokens",
+                "kv_cache_bytes_per_token"):
+        assert f"{a[key]:,}" in text
+
+
+def test_wrong_flags_end_with_one_message(capsys, monkeypatch):
+    for flags in (["configs/nothing.py"], ["--n_layer=3"], ["--n_kv_heads=3"], ["--seq_len=4096"],
+                  ["--mean_doc_len=0"]):
+        monkeypatch.setattr(sys, "argv", ["account.py", *flags])
+        with pytest.raises(SystemExit) as stopped:
+            account.main()
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.startswith("account.py: ")
