@@ -1,0 +1,39 @@
+# make demo   a model from nothing in minutes on a CPU: data, training, held-out score, a sample
+# make test   the whole suite on CPU
+# make lint   ruff
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.ready
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(PY) prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
+	$(PY) train.py configs/demo.py
+	$(PY) eval.py out/demo
+	@echo; echo '$$ python sample.py out/demo --prompt "def read_"'
+	@$(PY) sample.py out/demo --prompt "def read_" --max_new_tokens 200 --temperature 0.7 --seed 1
+	@echo; echo "The loss curve is out/demo/loss.png. Try next:"
+	@echo '  $(PY) sample.py out/demo --interactive'
+	@echo '  $(PY) eval.py out/demo --embeddings'
+	@echo '  $(PY) account.py configs/stack100m.py'
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+lint: $(READY)
+	$(PY) -m ruff check .
+
+clean:
+	rm -rf .venv data/demo out/demo
+
+# One environment for everything; made again when requirements.txt changes.
+$(READY): requirements.txt
+	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or say which: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11. Install a newer one and say: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module. On Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@echo "Installing the packages of requirements.txt into .venv (once; a minute or two)"
+	@$(PYTHON) -m venv .venv || { echo "The environment .venv could not be made; see above. Is the disk full or read-only?" >&2; exit 2; }
+	@$(PY) -m pip install --quiet --disable-pip-version-check --retries 2 -r requirements.txt || { echo "The packages of requirements.txt could not be installed; see above. Is there a network? Behind a mirror, set PIP_INDEX_URL." >&2; exit 2; }
+	@touch $(READY)
