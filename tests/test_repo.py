@@ -1,0 +1,101 @@
+"""The repository keeps its own rules: who imports whom, what importing costs, that every setting and config is used."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config
+import model
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = {"train", "sample", "prepare", "eval", "account", "convert", "bench"}
+PARTS = {  # what each part may import of ours; commands may import any part, nobody imports a command
+    "model": set(), "tokenizer": set(), "data": set(), "optim": set(), "config": set(), "device": set(),
+    "parallel": set(), "checkpoint": {"model", "tokenizer"}, "metrics": {"data", "device"}, "sources": {"tokenizer"},
+    "hf": {"model", "tokenizer"},
+}
+FILES = sorted(ROOT.glob("*.py"))
+
+
+def imported(path):
+    """Top-level names a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_imports_follow_the_table(path):
+    """Parts import only the parts the table allows; commands import parts, never each other."""
+    assert path.stem in COMMANDS | set(PARTS), f"{path.name} is neither a known command nor a known part"
+    ours = imported(path) & (COMMANDS | set(PARTS)) - {path.stem}
+    allowed = set(PARTS) if path.stem in COMMANDS else PARTS[path.stem]
+    assert ours <= allowed
+
+
+def test_model_stands_alone():
+    """model.py can be copied out: it imports torch and the standard library only."""
+    assert imported(ROOT / "model.py") - {"torch"} <= set(sys.stdlib_module_names)
+
+
+def test_importing_is_free():
+    """Importing any module prints nothing and pulls in none of the heavy packages."""
+    names = ", ".join(sorted(PARTS) + sorted(COMMANDS))
+    heavy = ["matplotlib", "datasets", "wandb", "transformers", "pyarrow", "tiktoken", "rustbpe", "zstandard", "gguf"]
+    code = f"import {names}, sys; print([m for m in {heavy} if m in sys.modules], end='')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+def test_configs_load_and_say_what_they_cost(path):
+    """Every training config is sound, and its head names hardware, time, expected loss and the launch line."""
+    head = path.read_text(encoding="utf-8").split("\n\n")[0]
+    assert head.startswith(("#", '"""'))
+    if path.stem.startswith("data_"):
+        assert "prepare.py" in head
+        return
+    config.load((model.ModelConfig, config.TrainConfig), [str(path)])
+    assert re.search(r"python train\.py configs/" + path.name, path.read_text(encoding="utf-8"))
+
+
+def test_every_setting_is_read():
+    """No setting does nothing: each field of both dataclasses is read outside its declaration."""
+    attributes = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not (
+                    isinstance(node.value, ast.Name) and node.value.id == "self" and path.stem == "config"):
+                attributes.add(node.attr)
+    for cls in (model.ModelConfig, config.TrainConfig):
+        unread = {f.name for f in dataclasses.fields(cls)} - attributes
+        assert not unread, f"{cls.__name__}: nothing reads {unread}"
+
+
+def test_readme_maps_the_files():
+    """README's file map names every tracked top-level Python file and folder, and nothing that is not there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout: the list of tracked files is not there to compare with")
+    table = readme.split("## Files", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"^(?:\| *`?|    )([\w.]+\.py|[\w]+/)", table, re.MULTILINE))
+    wanted = {name for name in tracked if "/" not in name and name.endswith(".py")}
+    wanted |= {name.split("/")[0] + "/" for name in tracked if "/" in name and not name.startswith(".")}
+    assert wanted <= named <= wanted | {"data/", "out/"}
+
+
+def test_speaks_of_itself_alone():
+    """No machine's paths in tracked files."""
+    command = ["git", "grep", "-nIE", r"/(home|root)/[a-z]", "--", ".", ":!tests/test_repo.py"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert found == ""
