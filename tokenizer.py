@@ -11,11 +11,11 @@ Written so, tiktoken and tokenizers agree on every code point, and tiktoken runs
 
 tiktoken and rustbpe are fast and have edges, which are blunted here:
 
-- a run of white space near a million characters exhausts the regex engine, which ends in a panic that is no Exception,
-  and one piece of megabytes costs more than its length. So text is fed in slices of at most SLICE characters, cut
-  before a space that follows a non-space: pieces end there anyhow, so ids are those of the uncut text. Where there is
-  no such place (a megabyte of minified code or of one letter) the cut is hard: exact round trip, some token more per
-  slice. Training cuts by the same function;
+- a run of white space near a million characters exhausts the regex engine: an error in tiktoken, in rustbpe (and some
+  functions and releases of tiktoken) a panic that is no Exception; and the cost of one piece grows faster than its
+  length. So text is fed in slices of at most SLICE characters, cut before a space that follows a non-space: pieces end
+  there anyhow, so ids are those of the uncut text. Where there is no such place (a megabyte of minified code or of one
+  letter) the cut is hard: exact round trip, a token or two more per slice. Training cuts by the same function;
 - lone surrogates, which a str can hold and UTF-8 cannot, become U+FFFD before either library sees them;
 - special tokens are found here and never by tiktoken, so text that discusses "<|endoftext|>" stays text unless the
   caller says special=True, and no name of a special token can upset its regex;
@@ -296,7 +296,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
                          f"{256 + len(SPECIALS)}.\n  Set --vocab_size to at least that; 4096 suits a few MB of text, "
                          "32768 gigabytes.")
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(_training_slices(texts), vocab_size - len(SPECIALS), buffer_size=1024, pattern=PATTERN)
+    trainer.train_from_iterator(_training_slices(texts), vocab_size - len(SPECIALS), buffer_size=4096, pattern=PATTERN)
     tokens = dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks())  # two merges can spell one token
     ranks = {token: rank for rank, token in enumerate(tokens)}
     tokenizer = Tokenizer(PATTERN, ranks, {name: len(ranks) + i for i, name in enumerate(SPECIALS)})
