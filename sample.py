@@ -1,0 +1,151 @@
+"""Text from a trained model, printed while it is made.
+
+    python sample.py out/demo --prompt "def main("
+    python sample.py out/demo --prompt_file notes.txt --max_new_tokens 500
+    echo -n "import os" | python sample.py out/demo --prompt -
+    python sample.py out/demo --interactive
+
+A run folder is all that is needed: model and tokenizer are in its checkpoint.  Every prompt begins with the token that
+began every document in training, so an empty prompt asks for a document from its first word.  Text stops where the
+model ends its document.  What looks like a special token in a prompt is text, unless --special says otherwise.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+BATCH = 32  # samples generated side by side: bounds the memory of the KV cache
+
+
+def read_prompt(prompt: str, prompt_file: str | None) -> str:
+    """The prompt's text, byte for byte: no newline is added or taken away."""
+    if prompt_file is None and prompt != "-":
+        return os.fsencode(prompt).decode("utf-8", "replace")  # Python read it in the console's encoding
+    from_stdin = prompt_file in (None, "-")
+    raw = sys.stdin.buffer.read() if from_stdin else Path(prompt_file).read_bytes()
+    try:
+        return raw.decode("utf-8-sig")  # without a byte-order mark, if there is one
+    except UnicodeDecodeError as error:
+        name = "standard input" if from_stdin else prompt_file
+        raise ValueError(f"{name} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}.\n"
+                         f"  Convert it, for example: iconv -f latin1 -t utf-8 {prompt_file or 'FILE'}") from None
+
+
+def typed_prompts():
+    """Lines from the keyboard, or from a pipe, until end of input."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        try:
+            import readline  # noqa: F401 (gives input() a history)
+        except ImportError:
+            pass
+    while True:
+        try:
+            yield input("> " if terminal else "")
+        except EOFError:
+            return
+
+
+def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
+    """Print args.num_samples continuations of one prompt."""
+    from model import generate
+    ids = tokenizer.encode(prompt, special=args.special)
+    if ids[:1] != [tokenizer.boundary_id]:
+        ids = [tokenizer.boundary_id, *ids]
+    limit = model.cfg.max_seq_len
+    if len(ids) > limit:
+        print(f"sample.py: the prompt has {len(ids)} tokens and the context {limit}: its beginning is left out",
+              file=sys.stderr)
+        ids = ids[-limit:]
+
+    def draw(rows: int, seed: int, on_token=None):
+        return generate(model, [ids] * rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+                        top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed, on_token=on_token,
+                        stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
+
+    def emit(text: str):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    before = prompt if echo else ""
+    stream = tokenizer.stream()  # holds back the bytes of an unfinished character
+    show = (lambda token: f"{token} ") if args.ids else stream.push
+    if args.num_samples == 1:
+        emit(before)
+        draw(1, seed, on_token=lambda row, token: emit(show(token)))
+        emit(stream.flush() + "\n")
+        return
+    for first in range(0, args.num_samples, BATCH):
+        for row, new in enumerate(draw(min(BATCH, args.num_samples - first), seed + first)):
+            rule = "-" * 40 + "\n" if first + row and not args.ids else ""
+            emit(rule + before + "".join(map(show, new)) + stream.flush() + "\n")
+
+
+def parse(argv):
+    p = argparse.ArgumentParser(prog="sample.py", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("run", help="run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)")
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from; - is standard input")
+    source.add_argument("--prompt_file", metavar="FILE", help="UTF-8 file with the prompt; - is standard input")
+    source.add_argument("--interactive", action="store_true",
+                        help="one prompt per typed line; Ctrl-C stops a text, Ctrl-D leaves")
+    p.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="at most so many (256)")
+    p.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations of the same prompt (1)")
+    p.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (1337)")
+    p.add_argument("--temperature", type=float, default=0.8, metavar="X",
+                   help="0 takes the likeliest token, below 1 is safer, above 1 wilder (0.8)")
+    p.add_argument("--top_k", type=int, default=0, metavar="K", help="choose among the K likeliest; 0 is off (0)")
+    p.add_argument("--top_p", type=float, default=0.95, metavar="P",
+                   help="among the likeliest that together have probability P; 1 is off (0.95)")
+    p.add_argument("--min_p", type=float, default=0.0, metavar="P",
+                   help="among those at least P times as likely as the best; 0 is off (0)")
+    p.add_argument("--special", action="store_true",
+                   help='read names such as "<|user|>" in the prompt as special tokens instead of text')
+    p.add_argument("--no_stop", action="store_true", help="go on past the end of a document, up to max_new_tokens")
+    p.add_argument("--ids", action="store_true", help="print the new token ids, a line per sample, instead of text")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (auto)")
+    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16: of weights and cache (auto)")
+    args = p.parse_args(argv)
+    for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("top_k", 0), ("seed", 0), ("temperature", 0)):
+        if not getattr(args, name) >= least:
+            p.error(f"--{name} is {getattr(args, name)}; it must be {least} or more.")
+    for name in ("top_p", "min_p"):
+        if not 0 <= getattr(args, name) <= 1:
+            p.error(f"--{name} is {getattr(args, name)}; it must lie between 0 and 1.")
+    return args
+
+
+def main():
+    args = parse(sys.argv[1:])
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
+    for stream, how in ((sys.stdout, {"errors": "replace"}), (sys.stdin, {"encoding": "utf-8", "errors": "replace"})):
+        if hasattr(stream, "reconfigure"):  # a console that lacks a character shows "?" instead of ending the program
+            stream.reconfigure(**how)
+    try:
+        prompt = None if args.interactive else read_prompt(args.prompt, args.prompt_file)
+        from checkpoint import load_model  # torch: seconds that --help and a wrong flag need not wait for
+        from device import pick_device, pick_dtype
+        device = pick_device(args.device)
+        model, tokenizer, _ = load_model(args.run, device=device, dtype=pick_dtype(args.dtype, device))
+        if prompt is not None:
+            sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids)
+            return
+        for turn, line in enumerate(typed_prompts()):
+            try:
+                sample(model, tokenizer, line, args, args.seed + turn, echo=False)
+            except KeyboardInterrupt:
+                print()
+    except KeyboardInterrupt:
+        print()
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        print(f"sample.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""sample.py prints exactly what generate() makes of a prompt, from a run folder alone, on any console."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, tiny_config
+
+import checkpoint
+import model as model_file
+import sample
+from model import GPT
+from tokenizer import Tokenizer, train_tokenizer
+
+TEXT = "def read(path):\n    return open(path).read()  # naïve: whole file 😀\n" * 30
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder with an untrained model whose logits are spread, so that ties and rounding decide nothing."""
+    tokenizer = train_tokenizer([TEXT], 290)
+    torch.manual_seed(0)
+    model = GPT(tiny_config(vocab_size=tokenizer.vocab_size, dropout=0.5, tie_embeddings=False))
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    run = tmp_path_factory.mktemp("out") / "tiny"
+    checkpoint.save(run, "ckpt_last", model=model, tokenizer=tokenizer, model_cfg=model.cfg, state={})
+    return run
+
+
+@pytest.fixture
+def call(run, monkeypatch, capsys):
+    """call(*flags, stdin=b"") -> (stdout, stderr) of the command, run in this process."""
+    def call(*flags, stdin=b"", run=run):
+        monkeypatch.setattr(sys, "argv", ["sample.py", str(run), "--device", "cpu", *flags])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            sample.main()
+        except SystemExit as stopped:
+            assert stopped.code == 2, stopped.code
+        return capsys.readouterr()
+    return call
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The prompts that reach generate()."""
+    prompts, generate = [], model_file.generate
+
+    def recording(model, given, **settings):
+        prompts.extend(given)
+        return generate(model, given, **settings)
+    monkeypatch.setattr(model_file, "generate", recording)
+    return prompts
+
+
+def ids_of(out):
+    return [[int(word) for word in line.split()] for line in out.splitlines()]
+
+
+def command(*flags, cwd=ROOT, env=(), stdin=b""):
+    return subprocess.run([sys.executable, str(ROOT / "sample.py"), *map(str, flags)], cwd=cwd, input=stdin,
+                          env={**os.environ, **dict(env)}, capture_output=True)
+
+
+def test_text_is_the_prompt_and_the_decoded_ids(run, call):
+    """Streamed one token at a time, characters of several bytes among them."""
+    tokenizer = Tokenizer.load(run / "ckpt_last")
+    for seed in range(5):
+        flags = ("--prompt", "def 😀", "--seed", str(seed), "--temperature", "3", "--max_new_tokens", "99", "--no_stop")
+        [ids] = ids_of(call(*flags, "--ids").out)
+        assert len(ids) == 99
+        assert call(*flags).out == "def 😀" + tokenizer.decode(ids) + "\n"
+
+
+def test_greedy_ids_are_the_argmax_of_the_model(run, call):
+    model, tokenizer, _ = checkpoint.load_model(run)
+    context = [tokenizer.boundary_id, *tokenizer.encode("def read")]
+    expected = []
+    for _ in range(20):
+        expected.append(int(model(torch.tensor([context + expected]))[0, -1].argmax()))
+    assert ids_of(call("--prompt", "def read", "--temperature", "0", "--ids", "--max_new_tokens", "20", "--no_stop").out
+                  ) == [expected]
+
+
+def test_it_prints_while_it_generates(run, call, monkeypatch):
+    written = []
+    generate = model_file.generate
+
+    def watching(*args, **settings):
+        made = generate(*args, **settings)
+        written.append(len(pieces))
+        return made
+    monkeypatch.setattr(model_file, "generate", watching)
+    pieces = []
+    monkeypatch.setattr(sys.stdout, "write", lambda text: pieces.append(text))
+    call("--prompt", "x", "--ids", "--max_new_tokens", "8", "--no_stop")
+    assert written == [1 + 8]  # nothing to echo, then a piece per token, all before generate() returned
+
+
+def test_every_prompt_begins_with_the_boundary_once(call, seen, run):
+    boundary = Tokenizer.load(run / "ckpt_last").boundary_id
+    call("--max_new_tokens", "1")
+    call("--prompt", "x", "--max_new_tokens", "1")
+    call("--prompt", "<|endoftext|>x", "--special", "--max_new_tokens", "1")
+    assert seen[0] == [boundary]
+    assert seen[1] == seen[2] and seen[1].count(boundary) == 1
+
+
+def test_special_strings_are_text_unless_asked_for(call, seen, run):
+    tokenizer = Tokenizer.load(run / "ckpt_last")
+    user = tokenizer.special_ids["<|user|>"]
+    flags = ("--prompt", "<|user|>x", "--max_new_tokens", "1")
+    call(*flags)
+    call(*flags, "--special")
+    assert user not in seen[0] and tokenizer.decode(seen[0][1:]) == "<|user|>x"
+    assert seen[1] == [tokenizer.boundary_id, user, *tokenizer.encode("x")]
+
+
+def test_prompts_from_argument_file_and_stdin_are_the_same(call, seen, tmp_path):
+    text = "déf\r\n  x\n"
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    outs = {call("--prompt", text, "--max_new_tokens", "3").out,
+            call("--prompt_file", str(path), "--max_new_tokens", "3").out,
+            call("--prompt_file", "-", "--max_new_tokens", "3", stdin=text.encode()).out,
+            call("--prompt", "-", "--max_new_tokens", "3", stdin=text.encode()).out}
+    assert len(outs) == 1 and len(set(map(tuple, seen))) == 1
+
+
+@pytest.mark.parametrize("length", [31, 32, 33, 96])
+def test_a_prompt_longer_than_the_context_loses_its_beginning_with_one_warning(call, seen, length, recwarn):
+    out, err = call("--prompt", "!" * (length - 1), "--special", "--max_new_tokens", "40", "--no_stop", "--ids")
+    assert len(ids_of(out)[0]) == 40
+    assert len(seen[0]) == min(length, 32)
+    assert err.count("\n") == (length > 32) and (length <= 32 or f"{length} tokens" in err)
+    assert not [w for w in recwarn if "context" in str(w.message)]
+
+
+def test_text_stops_where_the_document_ends(call, run):
+    boundary = Tokenizer.load(run / "ckpt_last").boundary_id
+    flags = ("--temperature", "100", "--top_p", "1", "--max_new_tokens", "400", "--ids", "--num_samples", "3")
+    through = ids_of(call(*flags, "--no_stop").out)
+    stopped = ids_of(call(*flags).out)
+    assert any(boundary in ids for ids in through)
+    assert stopped == [ids[:ids.index(boundary)] if boundary in ids else ids for ids in through]
+
+
+def test_samples_differ_and_seeds_repeat(call):
+    flags = ("--prompt", "a", "--temperature", "2", "--max_new_tokens", "12", "--ids")
+    three = call(*flags, "--num_samples", "3", "--seed", "5").out
+    assert call(*flags, "--num_samples", "3", "--seed", "5").out == three
+    assert call(*flags, "--num_samples", "3", "--seed", "6").out != three
+    assert len(set(three.splitlines())) == 3
+
+
+def test_more_samples_than_one_batch_all_differ(call, monkeypatch):
+    monkeypatch.setattr(sample, "BATCH", 4)
+    lines = call("--temperature", "2", "--max_new_tokens", "12", "--ids", "--num_samples", "10").out.splitlines()
+    assert len(set(lines)) == len(lines) == 10
+
+
+def test_several_samples_are_separated(call, run):
+    tokenizer = Tokenizer.load(run / "ckpt_last")
+    flags = ("--prompt", "ab", "--num_samples", "2", "--max_new_tokens", "5")
+    first, second = ("ab" + tokenizer.decode(ids) for ids in ids_of(call(*flags, "--ids").out))
+    assert call(*flags).out == f"{first}\n{'-' * 40}\n{second}\n"
+
+
+def test_nothing_new_is_a_prompt_alone(call):
+    assert call("--prompt", "abc", "--max_new_tokens", "0").out == "abc\n"
+
+
+def test_interactive_answers_each_line_and_survives_an_interrupt(call, monkeypatch):
+    both = call("--interactive", "--max_new_tokens", "6", "--ids", "--no_stop", stdin="é\n\n".encode())
+    assert [len(ids) for ids in ids_of(both.out)] == [6, 6]  # an empty line is an empty prompt
+    generate, calls = model_file.generate, []
+
+    def interrupted(*args, **settings):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return generate(*args, **settings)
+    monkeypatch.setattr(model_file, "generate", interrupted)
+    assert [len(ids) for ids in ids_of(call("--interactive", "--max_new_tokens", "6", "--ids", "--no_stop",
+                                            stdin=b"a\nb\n").out)] == [0, 6]
+
+
+def test_the_run_folder_is_enough_wherever_it_lies_on_any_console(run, tmp_path):
+    """Another working folder, no data folder, a console that knows ASCII only."""
+    shutil.copytree(run, tmp_path / "moved")
+    done = command("moved", "--prompt", "naïve 😀", "--temperature", "3", "--max_new_tokens", "30", cwd=tmp_path,
+                   env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"})
+    assert done.returncode == 0 and done.stderr == b""
+    assert done.stdout.startswith(b"na?ve ?") and not done.stdout.startswith(b"na?ve ??????")
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--num_samples", "0"], "num_samples"), (["--temperature", "-1"], "temperature"), (["--top_k", "-1"], "top_k"),
+    (["--temperature", "nan"], "temperature"), (["--top_p", "1.5"], "top_p"), (["--max_new_tokens", "-1"], "max_new"),
+    (["--prompt", "a", "--interactive"], "not allowed"), (["--promt", "a"], "--promt"), (["--device", "tpu"], "tpu"),
+    (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--dtype", "int8"], "int8")])
+def test_wrong_flags_end_with_a_message_and_no_output(call, flags, word):
+    out, err = call(*flags)
+    assert out == "" and word in err and "Traceback" not in err
+
+
+def test_what_is_no_run_and_what_is_no_text_is_named(call, tmp_path):
+    assert "nowhere" in call(run=tmp_path / "nowhere").err
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "byte 3 is 0xe9" in call("--prompt_file", str(tmp_path / "latin.txt")).err
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, sample; sample.parse(['out']); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
