@@ -553,15 +553,15 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
 
     temperature 0 takes the most likely id (the lowest of equals).  top_k keeps exactly k ids (0 = off), top_p
     the smallest set of most likely ids with at least that much probability, min_p (arXiv 2407.01082) the ids at least
-    min_p times as likely as the best.  They apply in this order.  Raises ValueError on NaN logits
+    min_p times as likely as the best.  They apply in this order.  Raises ValueError on NaN or inf logits
     and on senseless settings.
     """
     top_k = top_k or 0
     if not temperature >= 0 or not 0 <= top_p <= 1 or not 0 <= min_p <= 1:
         raise ValueError(f"temperature {temperature}, top_p {top_p}, min_p {min_p}: temperature must be 0 or more, "
                          "top_p and min_p between 0 and 1.")
-    if logits.isnan().any():
-        raise ValueError("the logits contain NaN: the weights are damaged. Sample from an earlier checkpoint.")
+    if not (logits < torch.inf).all():
+        raise ValueError("the logits contain NaN or infinity: the weights are damaged. Sample an earlier checkpoint.")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # max 0: no overflow at small temperatures
