@@ -203,7 +203,7 @@ class Tokenizer:
             encoding = tiktoken.get_encoding(name)
         except (OSError, ValueError) as error:  # no route, no name, proxy, certificate, 404, damaged download
             raise ConnectionError(
-                f"{name!r} is not in tiktoken's cache and cannot be fetched ({type(error).__name__}: {error}).\n"
+                f"{name!r} is not in tiktoken's cache and cannot be fetched ({type(error).__name__}: {error!s:.100}).\n"
                 f"  Where there is a network run: TIKTOKEN_CACHE_DIR=cache python -c \"import tiktoken; "
                 f"tiktoken.get_encoding('{name}')\"\n  Copy the folder cache here and set TIKTOKEN_CACHE_DIR to it."
             ) from error
