@@ -14,8 +14,7 @@ fp32 elsewhere, in buffers that are kept (on a CPU, fresh pages cost as much as 
 tables of rows, not maps between spaces: AdamW, as for the gains and biases.  Weight decay goes to everything with two
 dimensions, never to gains and biases.  With optimizer="adamw" AdamW has it all.
 
-Every group holds "peak_lr"; the loop sets group["lr"] = group["peak_lr"] * lr_scale(step, ...).  Groups also hold
-"param_names", by which checkpoint.py stores state, so that state does not depend on the order of parameters.
+Every group holds "peak_lr"; the loop sets group["lr"] = group["peak_lr"] * lr_scale(step, ...).
 """
 
 import math
