@@ -1,4 +1,4 @@
-"""Optimizers: Muon for the block matrices, AdamW for the rest; the schedule as a pure function of the step; clipping.
+"""Optimizers: Muon for the block matrices, AdamW for the rest; the schedule as a pure function of the step.
 
 *Muon* (Jordan 2024, https://kellerjordan.github.io/posts/muon/) treats a weight matrix as a matrix.  The momentum of
 its gradient, M = U S V^T, is replaced by roughly U V^T, so that every direction moves by the same amount and not only
@@ -158,17 +158,3 @@ def lr_scale(step: int, *, schedule: str = "wsd", warmup_steps: int, max_steps: 
     progress = min((step - start) / (max_steps - start), 1.0) if max_steps > start else 1.0
     shape = 1 - math.sqrt(progress) if schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
     return min(warm, min_lr_fraction + (1 - min_lr_fraction) * shape)
-
-
-@torch.no_grad()
-def clip_grads(params, max_norm: float, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Multiply all gradients by `scale`, then shrink them to a global norm of at most max_norm (0 = no limit).
-
-    Returns the norm between the two, as a tensor: whoever prints it or checks that it is finite waits for the device.
-    `scale` serves sums over tokens (1 / valid tokens, known only after the last micro-batch) in the same pass.
-    """
-    grads = [p.grad for p in params if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads) * scale
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) * scale if max_norm else torch.as_tensor(scale)
-    torch._foreach_mul_(grads, factor)
-    return norm

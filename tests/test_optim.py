@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import optim
-from optim import Muon, clip_grads, lr_scale, make_optimizers
+from optim import Muon, lr_scale, make_optimizers
 
 SHAPES = [(48, 32), (32, 48), (32, 32), (48, 32), (16, 32), (32, 32), (32, 48)]  # tall, wide, square; repeated
 
@@ -164,30 +164,11 @@ def test_a_batch_is_learnt_by_heart(tiny, optimizer):
     for _ in range(60):
         loss = model(ids[:, :-1], ids[:, 1:])
         loss.backward()
-        clip_grads(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
             opt.step()
             opt.zero_grad()
     assert loss.item() < 0.5  # from ln(300) = 5.7
-
-
-def test_clip_is_torchs_clip_of_the_scaled_gradients(tiny):
-    model, other = tiny(), tiny()
-    for max_norm, scale in ((1.0, 1.0), (0.5, 0.01), (1e6, 1.0), (1.0, torch.tensor(0.25)), (1e6, torch.tensor(3))):
-        set_grads(list(model.parameters()), 3)
-        set_grads(list(other.parameters()), 3)
-        for p in other.parameters():
-            p.grad *= scale
-        expected = torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm)
-        assert float(clip_grads(model.parameters(), max_norm, scale)) == pytest.approx(float(expected), rel=1e-5)
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-    set_grads(list(model.parameters()), 3)
-    before = [p.grad.clone() for p in model.parameters()]
-    clip_grads(model.parameters(), 0.0)  # 0 = no limit
-    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
-    next(model.parameters()).grad[0, 0] = math.nan
-    assert not clip_grads(model.parameters(), 1.0).isfinite()
 
 
 EDGES = [(warmup, horizon, fraction, floor) for horizon in (1, 2, 10, 100) for warmup in (0, 1, 3, 10, 250)
