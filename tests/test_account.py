@@ -24,7 +24,8 @@ from data import document_ids
 from model import GPT, KVCache, ModelConfig
 from optim import make_optimizers
 
-CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py"))
+CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py")
+                 if not path.name.startswith("data_"))  # recipes of prepare.py
 GPT2 = dict(n_kv_heads=4, d_ff=256, pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SHAPES = {"stack": {}, "gpt2": GPT2, "untied": dict(tie_embeddings=False), "wide heads": dict(head_dim=32)}
 

@@ -1,0 +1,174 @@
+"""How good a model is on text it has not seen, and what became of its embedding table.
+
+    python eval.py out/demo                          loss, perplexity, bits per byte over the whole held-out split
+    python eval.py out/demo --data data/other --max_tokens 1e6 --json
+    python eval.py out/demo --embeddings             undertrained rows, norms, neighbours; out/demo/embeddings.png
+
+Windows are fixed and in order; each token is predicted once, except the first of a shard and the few at its end that do
+not fill a window; each weighs the same.  So the result depends on nothing but model, data and --seq_len: not on the
+batch size, not on a seed.  Loss is in nats per token, without z-loss.  Bits per byte can be compared between
+vocabularies.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+
+def parse(argv):
+    p = argparse.ArgumentParser(prog="eval.py", description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("run", help="run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)")
+    p.add_argument("--data", metavar="FOLDER", help="data set (default: the one the run was trained on)")
+    p.add_argument("--split", default="val", help="val or train (val)")
+    p.add_argument("--max_tokens", type=float, metavar="N",
+                   help="at most so many, in windows spread evenly over the split (default: all)")
+    p.add_argument("--seq_len", type=int, metavar="N", help="context of a window (default: the run's)")
+    p.add_argument("--micro_batch_size", type=int, metavar="N", help="windows at a time; changes only the speed (8)",
+                   default=8)
+    p.add_argument("--embeddings", action="store_true", help="report on the embedding table instead")
+    p.add_argument("--words", nargs="+", default=(), metavar="WORD", help="with --embeddings: whose neighbours to show")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (auto)")
+    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16: of the matmuls (auto)")
+    args = p.parse_args(argv)
+    for name in ("max_tokens", "seq_len", "micro_batch_size"):
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) < 1e15:
+            p.error(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
+    if args.words and not args.embeddings:
+        p.error("--words belongs to --embeddings.")
+    return args
+
+
+def data_folder(args, state) -> Path:
+    """--data, or what the run was trained on."""
+    if args.data is not None:
+        return Path(args.data)
+    trained_on = (state.get("train") or {}).get("data_dir")
+    if trained_on is None:
+        raise ValueError(f"{args.run} does not say what data it was trained on.\n  Name a data set: --data data/NAME")
+    if not Path(trained_on).is_dir():
+        raise FileNotFoundError(f"{trained_on}, the data {args.run} was trained on, not found from here.\n"
+                                "  Say where it is: --data FOLDER")
+    return Path(trained_on)
+
+
+def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
+    """The split, once shards and checkpoint are known to speak of the same tokens."""
+    from checkpoint import find
+    from data import TokenData, read_meta
+    meta = read_meta(folder)
+    if meta["tokenizer"] not in ("", tokenizer.fingerprint):  # "": foreign shards, which do not say
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} ({meta['tokenizer'][:12]}) and {find(run) / 'tokenizer.json'} "
+            f"({tokenizer.fingerprint[:12]}) are different tokenizers: an id of one is another token of the other.\n"
+            f"  Prepare the text for this model: python prepare.py ... --tokenizer {run}")
+    return TokenData(folder, split, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
+
+
+def held_out(args, model, tokenizer, state, device) -> dict:
+    """Loss, perplexity and bits per byte over the split."""
+    from tqdm import tqdm
+
+    from data import iterate_windows
+    from device import pick_dtype
+    from metrics import evaluate
+    trained = state.get("train") or {}
+    seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
+    if seq_len > model.cfg.max_seq_len:
+        raise ValueError(f"--seq_len is {seq_len}; {args.run} has a context of {model.cfg.max_seq_len}. Lower it.")
+    data = open_data(data_folder(args, state), args.split, seq_len, args.run, tokenizer)
+    n_windows = data.n_windows if args.max_tokens is None else min(max(int(args.max_tokens) // seq_len, 1),
+                                                                   data.n_windows)
+    windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
+    bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
+    return evaluate(model, bar, tokenizer.token_bytes(), device=device, dtype=pick_dtype(args.dtype, device),
+                    boundary_id=tokenizer.boundary_id if trained.get("doc_mask") else None)
+
+
+def know_table(args, model, tokenizer, state) -> tuple[dict, dict]:
+    """The embedding report; with the training shards at hand, counts and batches too."""
+    import embeddings
+    try:
+        folder = data_folder(args, state)
+    except FileNotFoundError as error:
+        print(f"eval.py: {error}\n  Going on without counts.", file=sys.stderr)
+        return embeddings.report(model, tokenizer, words=args.words)
+    trained = state.get("train") or {}
+    seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
+    data = open_data(folder, "train", seq_len, args.run, tokenizer)
+    counts = count_ids(data, args.max_tokens)
+    sizes = {seq_len, seq_len * trained.get("micro_batch_size", 8), trained.get("batch_tokens", 8 * seq_len)}
+    touched = [(n, rows_of_batches(data, n // seq_len)) for n in sorted(sizes) if n // seq_len <= data.n_windows]
+    return embeddings.report(model, tokenizer, counts=counts, touched=touched, words=args.words)
+
+
+def count_ids(data, max_tokens: float | None):
+    """Occurrences of each id in the split's shards (from their start, up to max_tokens).  -> (V,) int64"""
+    import numpy as np
+    from tqdm import tqdm
+
+    from data import open_shard
+    counts, left = np.zeros(data.vocab_size, np.int64), min(int(max_tokens or data.n_tokens), data.n_tokens)
+    block = 1 << 24
+    with tqdm(total=left, unit="tok", unit_scale=True, leave=False, disable=None, desc="counting") as bar:
+        for entry in data.meta["splits"][data.split]["shards"]:
+            shard = open_shard(data.dir / entry["file"])
+            for start in range(0, len(shard), block):
+                part = np.asarray(shard[start:start + min(block, left)])
+                counts += np.bincount(part, minlength=len(counts))
+                left -= len(part)
+                bar.update(len(part))
+                if not left:
+                    return counts
+    return counts
+
+
+def rows_of_batches(data, windows: int, batches: int = 4) -> float:
+    """Mean number of distinct ids in batches of so many windows, drawn as training draws them."""
+    import numpy as np
+    order = data.order(0, 0)
+    batches = max(min(batches, data.n_windows // windows), 1)
+    return float(np.mean([len(np.unique([data.window(w)[:-1] for w in order[b * windows:(b + 1) * windows]]))
+                          for b in range(batches)]))
+
+
+def main():
+    args = parse(sys.argv[1:])
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # tokens that the console lacks
+    try:
+        from checkpoint import load_model  # torch: seconds that --help need not wait for
+        from device import pick_device
+        device = pick_device("cpu" if args.embeddings else args.device)
+        model, tokenizer, state = load_model(args.run, device=device)
+        if args.embeddings:
+            import embeddings
+            result, arrays = know_table(args, model, tokenizer, state)
+            run = Path(args.run)
+            picture = (run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png"
+            try:
+                embeddings.plot(arrays, picture)
+                result["png"] = str(picture)
+            except OSError as error:
+                print(f"eval.py: no picture: {error}", file=sys.stderr)
+                result["png"] = None
+            print(json.dumps(result) if args.json else embeddings.text(result))
+            return
+        r = held_out(args, model, tokenizer, state, device)
+        bpb = "no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte"
+        print(json.dumps(r) if args.json else f"{args.split}: loss {r['loss']:.4f} nats per token | perplexity "
+              f"{r['ppl']:.2f} | {bpb} | {r['tokens']:,} tokens, {r['bytes']:,} bytes")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        print(f"eval.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""eval.py: the loss over a split, whatever the batch; the embedding report finds the rows that never learned."""
+
+import json
+import math
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_config
+
+import checkpoint
+import embeddings
+import eval as evaluation
+from config import TrainConfig
+from data import Batches, ShardWriter, TokenData, document_ids, open_shard, write_meta
+from model import GPT
+from optim import make_optimizers
+from tokenizer import train_tokenizer
+
+WORDS = ("apple river stone naïve café over 😀 under bread water seven green house night paper sugar table train "
+         "light uncle voice wheel young brick cloud dance eagle flame grape horse index jelly knife lemon mouse").split()
+DOCS = [" ".join(WORDS[(i * i + i * j + j * j) % len(WORDS)] for j in range(16)) + "\n" for i in range(400)]
+UNSEEN = " zebra quagga" * 200  # shaped the vocabulary, and is in no document
+SEQ_LEN = 16
+
+
+def write_data(folder, tokenizer, docs, val_docs):
+    folder.mkdir(parents=True)
+    tokenizer.save(folder)
+    splits = {}
+    for split, texts in (("train", docs), ("val", val_docs)):
+        half = len(texts) // 2
+        splits[split] = []
+        for n, part in enumerate((texts[:half], texts[half:])):  # two shards, so that windows must not span them
+            path = folder / f"{split}_{n:06d}.bin"
+            with ShardWriter(path, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size) as shard:
+                for text in part:
+                    shard.write([tokenizer.boundary_id, *tokenizer.encode(text)])
+            splits[split].append({**shard.entry, "documents": len(part), "bytes": sum(len(t.encode()) for t in part)})
+    write_meta(folder, sources=["test"], fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
+               boundary_id=tokenizer.boundary_id, splits=splits)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(run folder, data folder) of a model trained for a second, with dropout, document masks and padded rows."""
+    base = tmp_path_factory.mktemp("eval")
+    tokenizer = train_tokenizer([*DOCS, UNSEEN], 420)
+    write_data(base / "data", tokenizer, DOCS[:360], DOCS[360:])
+    torch.manual_seed(0)
+    cfg = tiny_config(vocab_size=tokenizer.vocab_size, dropout=0.1)
+    train = TrainConfig(data_dir=str(base / "data"), seq_len=SEQ_LEN, micro_batch_size=8, batch_tokens=16 * SEQ_LEN,
+                        max_steps=150)
+    model = GPT(cfg)
+    optimizers = make_optimizers(model, muon_lr=6e-3, adamw_lr=3e-3)
+    data = TokenData(base / "data", "train", seq_len=SEQ_LEN)
+    batches = Batches(data, seed=0, micro_batch_size=16, batch_seqs=16, prefetch=False)
+    for _ in range(train.max_steps):
+        x, y = next(batches)
+        model(x, y, docs=document_ids(x, tokenizer.boundary_id)).backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    for name in ("ckpt_last", "ckpt_best"):
+        checkpoint.save(base / "run", name, model=model, tokenizer=tokenizer, model_cfg=cfg, train_cfg=train,
+                        state={"data": data.data_fingerprint})
+    return base / "run", base / "data"
+
+
+@pytest.fixture
+def call(made, monkeypatch, capsys):
+    """call(*flags) -> (exit code, stdout, stderr) of the command, run in this process."""
+    def call(*flags, run=made[0]):
+        monkeypatch.setattr(sys, "argv", ["eval.py", str(run), "--device", "cpu", *map(str, flags)])
+        code = 0
+        try:
+            evaluation.main()
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, *capsys.readouterr()
+    return call
+
+
+@pytest.fixture
+def measure(call):
+    def measure(*flags, **where):
+        code, out, err = call(*flags, "--json", **where)
+        assert code == 0, err
+        return json.loads(out, parse_constant=pytest.fail)
+    return measure
+
+
+# the loss -----------------------------------------------------------------------------------------------------------
+
+def by_hand(run, data, split="val", seq_len=SEQ_LEN):
+    """Window by window, with full logits in float64."""
+    model, tokenizer, _ = checkpoint.load_model(run)
+    model, lengths = model.double(), tokenizer.token_bytes()
+    nats = tokens = n_bytes = 0
+    for path in sorted(data.glob(f"{split}_*.bin")):
+        stream = torch.from_numpy(np.array(open_shard(path), np.int64))
+        for start in range(0, len(stream) - seq_len, seq_len):
+            x, y = stream[start:start + seq_len][None], stream[start + 1:start + seq_len + 1][None]
+            logits = model(x, docs=document_ids(x, tokenizer.boundary_id))
+            nats += F.cross_entropy(logits[0].double(), y[0], reduction="sum").item()
+            tokens += seq_len
+            n_bytes += int(lengths[y].sum())
+    return {"loss": nats / tokens, "ppl": math.exp(nats / tokens), "bpb": nats / math.log(2) / n_bytes,
+            "tokens": tokens, "bytes": n_bytes}
+
+
+def test_loss_is_that_of_every_window_by_hand(made, measure):
+    got, expected = measure(), by_hand(*made)
+    assert set(got) == {"loss", "ppl", "bpb", "tokens", "bytes"}
+    assert (got["tokens"], got["bytes"]) == (expected["tokens"], expected["bytes"])
+    assert [got[k] for k in ("loss", "ppl", "bpb")] == pytest.approx([expected[k] for k in ("loss", "ppl", "bpb")],
+                                                                     rel=1e-5)
+
+
+def test_the_model_has_learned(made, measure):
+    assert measure()["loss"] < 2 < math.log(300)  # or the tests below would hold for noise
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_loss_does_not_depend_on_the_batch_size(measure, batch):
+    a, b = measure("--micro_batch_size", batch), measure()
+    assert a == pytest.approx(b, rel=1e-6) and a["tokens"] == b["tokens"]
+
+
+def test_options_choose_split_context_and_amount(made, measure):
+    run, data = made
+    assert measure("--split", "train")["tokens"] == TokenData(data, "train", seq_len=SEQ_LEN).n_windows * SEQ_LEN
+    assert measure("--seq_len", 8)["loss"] == pytest.approx(by_hand(run, data, seq_len=8)["loss"], rel=1e-5)
+    assert measure("--max_tokens", "100")["tokens"] == 96  # whole windows
+    assert measure("--max_tokens", "1e9") == measure()
+    assert measure(run=run / "ckpt_best") == measure()
+
+
+def test_text_gives_the_numbers_of_the_json(call, measure):
+    code, out, _ = call()
+    r = measure()
+    assert code == 0 and out.count("\n") == 1
+    for number in (f"{r['loss']:.4f}", f"{r['ppl']:.2f}", f"{r['bpb']:.4f}", f"{r['tokens']:,}", f"{r['bytes']:,}"):
+        assert number in out
+
+
+def test_data_of_another_tokenizer_is_refused_naming_both_files(made, call, tmp_path):
+    run, _ = made
+    other = train_tokenizer([*DOCS, "xyzzy plugh " * 300], 420)
+    write_data(tmp_path / "other", other, DOCS[:20], DOCS[20:40])
+    for flags in ([], ["--embeddings"]):
+        code, out, err = call("--data", tmp_path / "other", *flags)
+        assert code == 2 and out == "" and "Traceback" not in err
+        assert str(tmp_path / "other" / "tokenizer.json") in err and str(run / "ckpt_last" / "tokenizer.json") in err
+
+
+def test_a_moved_data_folder_is_asked_for_and_found(made, measure, call, tmp_path):
+    run, data = made
+    before = measure()
+    moved = shutil.move(data, tmp_path / "moved")
+    try:
+        code, _, err = call()
+        assert code == 2 and str(data) in err and "--data" in err
+        assert measure("--data", moved) == before
+    finally:
+        shutil.move(moved, data)
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--split", "test"], "test"), (["--seq_len", "64"], "64"), (["--micro_batch_size", "0"], "micro_batch_size"),
+    (["--max_tokens", "nan"], "max_tokens"), (["--words", "a"], "--embeddings"), (["--emb"], "--emb"),
+    (["--embeddings", "--words", "incomprehensible"], "incomprehensible"), (["--data", "nowhere"], "nowhere")])
+def test_wrong_flags_end_with_a_message(call, flags, word):
+    code, out, err = call(*flags)
+    assert code == 2 and out == "" and word in err and "Traceback" not in err
+
+
+# the table ----------------------------------------------------------------------------------------------------------
+
+def names(rows):
+    return {row["token"] for row in rows}
+
+
+@pytest.mark.parametrize("data_there", [True, False])
+def test_rows_that_never_learned_are_named_and_no_others(made, measure, data_there):
+    """By counting, and without the data by the rows alone."""
+    run, data = made
+    if not data_there:
+        shutil.move(data, data.with_name("away"))
+    try:
+        r = measure("--embeddings")
+    finally:
+        if not data_there:
+            shutil.move(data.with_name("away"), data)
+    _, tokenizer, _ = checkpoint.load_model(run)
+    reserved = set(tokenizer.special_ids) - {"<|endoftext|>"}
+    assert {row["token"] for row in r["special_tokens"] if row["undertrained"]} == reserved
+    found = names(r["undertrained"])
+    assert reserved <= found and {" zebra", " quagga"} <= found
+    seen = np.unique(tokenizer.encode("".join(DOCS[:360])))
+    assert not {embeddings.show(tokenizer, int(i)) for i in seen} & found
+    assert (r["never"] is None) == (not data_there)
+    if data_there:
+        assert r["never"] == tokenizer.vocab_size - len(seen) - 1  # 1: the boundary
+        assert r["training_tokens"] == TokenData(data, "train", seq_len=SEQ_LEN).n_tokens
+
+
+def test_counts_are_those_of_the_shards(made):
+    data = TokenData(made[1], "train", seq_len=SEQ_LEN)
+    stream = np.concatenate([open_shard(path) for path in sorted(made[1].glob("train_*.bin"))])
+    for n in (None, 1, 1000, len(stream) - 1, 10 * len(stream)):
+        expected = np.bincount(stream[:None if n is None else int(n)], minlength=data.vocab_size)
+        assert (evaluation.count_ids(data, n) == expected).all()
+
+
+def test_rows_touched_are_those_of_batches(made, measure):
+    touched = measure("--embeddings")["rows_touched"]
+    assert [b["tokens"] for b in touched] == [SEQ_LEN, 8 * SEQ_LEN, 16 * SEQ_LEN]
+    data = TokenData(made[1], "train", seq_len=SEQ_LEN)
+    first = np.unique([data.window(w)[:-1] for w in data.order(0, 0)[:16]])
+    assert evaluation.rows_of_batches(data, 16, batches=1) == len(first)
+    assert all(b["rows"] <= min(b["tokens"], data.vocab_size) for b in touched)
+
+
+def test_zipf_expectation_of_rows_touched():
+    p = embeddings.zipf(32768)
+    for n, rows in ((2048, 1043), (32768, 8549), (65536, 13219), (524288, 30230)):
+        assert embeddings.expected_rows(p, n) == pytest.approx(rows, abs=1)
+    assert embeddings.expected_rows([1.0, 0.0], 5) == 1
+    draws = np.random.default_rng(0).choice(50, size=(2000, 30), p=embeddings.zipf(50))
+    seen = np.mean([len(np.unique(row)) for row in draws])
+    assert embeddings.expected_rows(embeddings.zipf(50), 30) == pytest.approx(seen, rel=0.02)
+
+
+def test_a_row_is_never_measured_against_itself():
+    rows = F.normalize(torch.randn(10, 16), dim=1)
+    distance = embeddings.unused_distance(rows, np.array([0, 1, 2]))
+    without = 1 - F.cosine_similarity(rows[0].double(), (rows[1] + rows[2]).double(), dim=0)
+    assert distance[0] == pytest.approx(float(without), abs=1e-6)
+    assert embeddings.unused_distance(rows, np.array([0])) is None
+
+
+def test_the_nearest_row_is_the_nearest():
+    rows = torch.randn(40, 8)
+    rows[7] = rows[3] * 1.01  # a twin
+    rows[9] = rows[3]  # no candidate
+    found = embeddings.neighbours(rows, [3], np.array([i for i in range(40) if i != 9]), k=4)[3]
+    assert found[0][0] == 7 and found[0][1] > 0.99
+    assert 3 not in [i for i, _ in found] and 9 not in [i for i, _ in found]
+    assert [c for _, c in found] == sorted((c for _, c in found), reverse=True)
+
+
+def test_neighbours_are_of_the_words_asked_for(measure, call):
+    [of] = measure("--embeddings", "--words", "river")["neighbours"]
+    assert of["token"] in ("river", " river") and len(of["near"]) == 6
+    assert measure("--embeddings")["neighbours"]
+
+
+def test_the_table_is_described_as_it_is(made, measure):
+    r, (model, _, _) = measure("--embeddings"), checkpoint.load_model(made[0])
+    total = sum(p.numel() for p in model.parameters())
+    assert r["table"]["share"] == pytest.approx(model.embed.weight.numel() / total)
+    norms = model.embed.weight.detach()[:r["table"]["ids"]].norm(dim=1)
+    assert r["norm_quantiles"]["0.5"] == pytest.approx(float(norms.quantile(0.5)), rel=1e-5)
+
+
+def test_the_picture_is_drawn_and_a_read_only_run_does_without(made, call, measure, monkeypatch):
+    from PIL import Image
+    run, _ = made
+    path = measure("--embeddings", run=run / "ckpt_last")["png"]
+    with Image.open(path) as image:
+        assert path == str(run / "embeddings.png") and image.width > 500 and len(image.getcolors(10**6)) > 10
+
+    def full(*_):
+        raise OSError("read-only file system")
+    monkeypatch.setattr(embeddings, "plot", full)
+    code, out, err = call("--embeddings")
+    assert code == 0 and "Untrained special tokens: <|pad|>" in out and "read-only" in err
+
+
+def test_an_untied_model_is_judged_by_its_head(made, tmp_path, measure, call):
+    """Input rows that nothing moved tell nothing about direction; the head's do."""
+    run, data = made
+    model, tokenizer, state = checkpoint.load_model(run)
+    untied = GPT(tiny_config(vocab_size=tokenizer.vocab_size, tie_embeddings=False))
+    untied.load_state_dict({**model.state_dict(), "head.weight": model.embed.weight.clone()})
+    with torch.no_grad():
+        untied.embed.weight.normal_(std=0.02)
+    checkpoint.save(tmp_path / "untied", "ckpt_last", model=untied, tokenizer=tokenizer, model_cfg=untied.cfg, state={})
+    code, _, err = call("--embeddings", run=tmp_path / "untied")
+    assert code == 2 and "--data" in err  # it does not say what it was trained on
+    r = measure("--embeddings", "--data", data, run=tmp_path / "untied")
+    assert {"<|pad|>", " zebra"} <= names(r["undertrained"]) and r["unused_direction"]["rows"] == r["never"]
+    total = sum(p.numel() for p in untied.parameters())
+    assert r["table"]["share"] == pytest.approx(2 * untied.embed.weight.numel() / total)
