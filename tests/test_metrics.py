@@ -1,0 +1,227 @@
+"""Held-out loss is a property of weights and text; the log serves a run and never stops one."""
+
+import json
+import math
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import metrics
+from metrics import RunLog, evaluate, plot_losses, read_log
+
+CPU = torch.device("cpu")
+BOUNDARY = 299
+
+
+def windows(n=7, T=16, batch=3, seed=1):
+    """n windows in batches, the last one smaller; about one boundary in twenty tokens."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 300, (n, T + 1), generator=g)
+    ids[torch.rand(n, T + 1, generator=g) < 0.05] = BOUNDARY
+    return [(ids[i:i + batch, :-1], ids[i:i + batch, 1:]) for i in range(0, n, batch)]
+
+
+@pytest.fixture
+def token_bytes():
+    sizes = torch.randint(1, 6, (300,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    sizes[BOUNDARY] = 0  # a special token predicts, and has no text
+    return sizes.numpy()
+
+
+def test_numbers_by_hand(tiny, token_bytes):
+    """loss = mean nats, ppl = exp(loss), bpb = nats / (ln 2 * bytes of the predicted text)."""
+    model = tiny().eval()
+    (x, y), = windows(batch=7)
+    with torch.no_grad():
+        nats = F.cross_entropy(model(x).double().flatten(0, 1), y.flatten(), reduction="none")
+    n_bytes = sum(int(token_bytes[i]) for i in y.flatten())
+    got = evaluate(model, [(x, y)], token_bytes, device=CPU)
+    assert got["tokens"] == 7 * 16 and got["bytes"] == n_bytes
+    assert got["loss"] == pytest.approx(nats.mean().item(), rel=1e-6)
+    assert got["ppl"] == pytest.approx(math.exp(nats.mean().item()), rel=1e-5)
+    assert got["bpb"] == pytest.approx(nats.sum().item() / math.log(2) / n_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("boundary", [None, BOUNDARY])
+def test_batch_size_does_not_matter(tiny, token_bytes, boundary):
+    """The same windows in batches of 1, 3 or 7, filled up to 4 rows or not, give the same loss and the same counts."""
+    model = tiny()
+    got = [evaluate(model, windows(batch=b), token_bytes, device=CPU, boundary_id=boundary, rows=rows)
+           for b, rows in ((7, 0), (1, 0), (3, 0), (3, 4))]
+    assert len({(g["tokens"], g["bytes"]) for g in got}) == 1
+    assert [g["loss"] for g in got] == pytest.approx([got[0]["loss"]] * 4, rel=1e-7)
+
+
+def test_one_shape_for_a_compiled_model(tiny, token_bytes):
+    """Smaller batches are filled up to `rows`, or to the rows of the first, so that nothing is compiled again."""
+    model, shapes = tiny(), []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    evaluate(model, windows(batch=3), token_bytes, device=CPU, boundary_id=BOUNDARY, rows=4)
+    evaluate(model, windows(batch=3), token_bytes, device=CPU)
+    assert shapes == [(4, 16, 64)] * 3 + [(3, 16, 64)] * 3
+
+
+def test_ignored_targets_count_for_nothing(tiny, token_bytes):
+    model = tiny()
+    (x, y), = windows(batch=7)
+    masked = y.clone()
+    masked[:, 8:] = -100
+    got = evaluate(model, [(x, masked)], token_bytes, device=CPU)
+    short = evaluate(model, [(x[:, :8], y[:, :8])], token_bytes, device=CPU)
+    assert got["tokens"] == 7 * 8 and got["bytes"] == short["bytes"]
+    assert got["loss"] == pytest.approx(short["loss"], rel=1e-6)
+
+
+def test_training_is_left_as_it_was(tiny, token_bytes):
+    """Dropout is off, no random number is drawn, no gradient is kept, and the model trains on, also after an error."""
+    model = tiny(dropout=0.5).train()
+    before = torch.get_rng_state()
+    one, two = (evaluate(model, windows(), token_bytes, device=CPU) for _ in range(2))
+    assert one == two and model.training and torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    bad = [(torch.full((1, 16), 5), torch.full((1, 16), 5000))]
+    with pytest.raises(ValueError, match="5000"):
+        evaluate(model, bad, token_bytes, device=CPU)
+    assert model.training
+    model.eval()
+    evaluate(model, windows(), token_bytes, device=CPU)
+    assert not model.training
+
+
+def test_nothing_to_measure(tiny, token_bytes):
+    """No token is an error, not a loss of 0; tokens without text have a loss and no bits per byte."""
+    with pytest.raises(ValueError, match="no token to evaluate"):
+        evaluate(tiny(), [], token_bytes, device=CPU)
+    got = evaluate(tiny(), [(torch.full((1, 4), BOUNDARY), torch.full((1, 4), BOUNDARY))], token_bytes, device=CPU)
+    assert got["bytes"] == 0 and got["bpb"] is None and got["loss"] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The log
+
+
+def test_lines_are_json(tmp_path):
+    """One object a line, on disk at once; NaN and inf are null, since JSON has neither."""
+    log = RunLog(tmp_path)
+    log.write(step=1, loss=float("nan"), grad_norm=math.inf, lr=0.1)
+    text = (tmp_path / "log.jsonl").read_text()  # before close: a killed run has its lines
+    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
+    log.close()
+
+
+def test_resume_keeps_steps_monotone(tmp_path):
+    """Lines behind the resumed step go, as do evaluations at it, which are made again; a cut line is no obstacle."""
+    log = RunLog(tmp_path)
+    for step in (1, 2, 3):
+        log.write(step=step, loss=1.0)
+        log.write(step=step, val_loss=1.0)
+    log.close()
+    with open(tmp_path / "log.jsonl", "a") as f:
+        f.write('{"step": 4, "lo')
+    log = RunLog(tmp_path, resume_step=2)
+    log.write(step=2, val_loss=1.0)
+    log.write(step=3, loss=2.0)
+    log.close()
+    assert [(line["step"], "val_loss" in line) for line in read_log(tmp_path / "log.jsonl")] == [
+        (1, False), (1, True), (2, False), (2, True), (3, False)]
+    RunLog(tmp_path).close()  # a new run starts with an empty log
+    assert read_log(tmp_path / "log.jsonl") == []
+
+
+def test_lines_after_a_broken_one_are_read(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "los\n\xff\xfe\n{"step": 3}\n')
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 3]
+    assert read_log(tmp_path / "nothing.jsonl") == []
+
+
+def test_only_rank_0_writes(tmp_path):
+    log = RunLog(tmp_path / "run", enabled=False, wandb_project="p")
+    log.write(step=1, loss=1.0)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeWandb(types.ModuleType):
+    """Fails where it is told to; remembers what it was given."""
+
+    def __init__(self, *failing):
+        super().__init__("wandb")
+        self.failing, self.calls = failing, []
+        self.util = types.SimpleNamespace(generate_id=lambda: "abc123")
+
+    def call(self, name, /, *args, **kwargs):
+        self.calls.append((name, args, kwargs))
+        if name in self.failing:
+            raise ConnectionError(f"{name}: no network")
+        return self
+
+    def init(self, **kwargs):
+        return self.call("init", **kwargs)
+
+    def log(self, *args, **kwargs):
+        return self.call("log", *args, **kwargs)
+
+    def finish(self):
+        return self.call("finish")
+
+
+@pytest.mark.parametrize("failing", ["init", "log", "finish", "import"])
+def test_wandb_never_stops_a_run(tmp_path, monkeypatch, failing):
+    """A service that is down, a raising log call and a missing package cost one warning; the file has every line."""
+    monkeypatch.setitem(sys.modules, "wandb", None if failing == "import" else FakeWandb(failing))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log = RunLog(tmp_path, wandb_project="p")
+        for step in range(3):
+            log.write(step=step, loss=1.0)
+        log.close()
+    assert [str(w.message).split(" failed")[0] for w in caught] == ["wandb"]
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [0, 1, 2]
+
+
+def test_wandb_goes_on_in_its_run(tmp_path, monkeypatch):
+    """The run's id is there to be saved; resuming with it continues the same curve at the same steps."""
+    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    log = RunLog(tmp_path, wandb_project="p", config={"a": 1})
+    assert log.run_id == "abc123"
+    log.write(step=5, loss=1.0)
+    RunLog(tmp_path, wandb_project="p", resume_step=5, run_id="xyz")
+    calls = [(name, kwargs.get("id"), kwargs.get("step")) for name, _, kwargs in wandb.calls]
+    assert calls == [("init", "abc123", None), ("log", None, 5), ("init", "xyz", None)]
+
+
+@pytest.mark.parametrize("broken", ["write", "plot", "open"])
+def test_a_full_disk_costs_lines(tmp_path, monkeypatch, broken):
+    """ENOSPC while writing a line, drawing the curve or opening the file: one warning each, and on."""
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(metrics, "plot_losses", full if broken == "plot" else lambda *args: None)
+    if broken == "open":
+        monkeypatch.setattr(metrics.os, "replace", full)
+    with pytest.warns(UserWarning, match="goes on without it: OSError.*No space left") as caught:
+        log = RunLog(tmp_path)
+        if broken == "write":
+            log.file.close()
+            log.file = types.SimpleNamespace(write=full, close=full)
+        for step in range(3):
+            log.write(step=step, loss=1.0)
+            log.plot()
+        log.close()
+    assert len(caught) == 1
+
+
+def test_the_curve(tmp_path):
+    """loss.png shows several runs, and does not mind nulls or an empty log."""
+    for name, lines in (("a", [(1, 3.0), (2, None), (3, 2.0)]), ("b", [])):
+        log = RunLog(tmp_path / name) if (tmp_path / name).mkdir() is None else None
+        for step, loss in lines:
+            log.write(step=step, loss=loss)
+            log.write(step=step, val_loss=loss)
+        log.file.close()
+    plot_losses([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "both.png"]
