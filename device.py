@@ -1,17 +1,24 @@
-"""What the machine is: device, number format, peak rate.  The device is decided first, the format after it, so that
-`--device=cpu` on a machine with a GPU never inherits the GPU's format."""
+"""What the machine is and can do: device, number format, peak rate, compiler.
+
+The device is decided first, the format after it, so that `--device=cpu` on a machine with a GPU never inherits the
+GPU's format.  What cannot be known is None or refused, never guessed: a wrong peak gives a wrong MFU, which looks like
+any other number.
+"""
 
 import ctypes
 import os
+import re
+import warnings
 
 import torch
 
-# Dense bf16/fp16 tensor-core peak, TFLOP/s (NVIDIA data sheets, without sparsity).  The longest name found in the
-# device's name counts, so "A100" is not taken for "A10".
+# Dense bf16/fp16 tensor-core peak, TFLOP/s (NVIDIA data sheets, without sparsity).  Names are matched as whole words,
+# the longest counts: "A100" is neither an A10 nor an RTX A1000.  GeForce names must end there: a "Laptop GPU", a "Ti"
+# or a "D" is another chip.
 PEAK_TFLOPS = {
-    "T4": 65, "V100": 125, "A10": 125, "A10G": 70, "A30": 165, "A40": 150, "A100": 312, "A6000": 155, "L4": 121,
-    "L40": 181, "L40S": 362, "H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H20": 148, "GH200": 989,
-    "B200": 2250, "RTX 3090": 71, "RTX 4080": 97, "RTX 4090": 165, "RTX 5090": 209,
+    "T4": 65, "V100": 125, "A10": 125, "A10G": 70, "A30": 165, "A40": 150, "A100": 312, "RTX A6000": 155, "L4": 121,
+    "L40": 181, "L40S": 362, "H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H200 NVL": 835, "H20": 148,
+    "GH200": 989, "B200": 2250, "RTX 3090": 71, "RTX 4080": 97, "RTX 4090": 165, "RTX 5090": 209,
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,13 +62,31 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    known = [key for key in PEAK_TFLOPS if key in name]
+    known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)
+             and (not key.startswith("RTX") or name.endswith(key))]
     return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
     """The context in which forward passes run."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def compile_or_not(function):
+    """torch.compile(function) for fixed shapes; the function itself, with one warning, where nothing compiles."""
+    fast = torch.compile(function, dynamic=False)
+
+    def call(*args):
+        try:
+            return fast(*args)
+        except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
+                          f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
+            torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
+            return function(*args)
+    return call
 
 
 def keep_freed_memory():
