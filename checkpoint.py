@@ -81,13 +81,16 @@ def save(run_dir, name: str, *, model, tokenizer: Tokenizer, model_cfg: ModelCon
             _number(run_dir, run_dir / name, facts["progress"]["step"], keep)
     except (OSError, RuntimeError, SafetensorError) as error:  # the latter two wrap the system's in save and save_file
         shutil.rmtree(aside, ignore_errors=True)
+        wrapped = re.search(r"os error (\d+)", str(error))
+        number = getattr(error, "errno", None) or (int(wrapped[1]) if wrapped else None)
+        reason = os.strerror(number) if number else str(error).partition("\n")[0]
+        intact = " The one before it is intact." if _standing(run_dir / name) else ""
         free = f"{shutil.disk_usage(run_dir).free / MIB:,.0f} MiB are free" if run_dir.is_dir() else "it is not there"
-        reason = getattr(error, "strerror", None) or error
         raised = (type(error) if isinstance(error, OSError) else OSError)(
-            f"{run_dir / name} could not be saved: {reason}. The checkpoint before it is intact.\n"
+            f"{run_dir / name} could not be saved: {reason}.{intact}\n"
             f"  {needed / MIB:,.0f} MiB are needed in {run_dir.absolute()}; {free}.\n"
             "  Make room, make the folder writable, or choose another --out_dir.")
-        raised.errno = getattr(error, "errno", None) or errno.EIO
+        raised.errno = number or errno.EIO
         raise raised from error
 
 
