@@ -212,29 +212,26 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     """Forms both gradients in forward, up to the incoming gradient, which backward multiplies in.
 
-    What is held between the passes is unnormalised (the gradient of the *sum* over tokens): 1/N would push fp16 values
-    below their smallest number, and the incoming gradient (loss scale, 1/accumulation) is applied in fp32 anyway.
+    The mean's 1/count is split into a factor in (1, 2], applied before the matmuls, and a power of two, which waits for
+    the incoming gradient: 1/count itself would push fp16 values below their smallest number, and applied after the
+    matmuls it would round bf16 values a second time.  (An incoming gradient of 1, 1/8 or 65536 rounds nothing.)
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, reduction, options, dtype, grad_enabled):
         low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
-        ones = torch.ones(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+        count = (targets != options[1]).sum().clamp(min=1).to(torch.promote_types(dtype, torch.float32))
+        mantissa, _ = torch.frexp(count)  # count = mantissa * 2**k, mantissa in [0.5, 1)
+        mean = reduction == "mean"
+        scale = (1 / mantissa if mean else torch.ones_like(count)).expand(len(targets)).contiguous()
+        ctx.norm = mantissa / count if mean else torch.ones_like(count)  # 2**-k
         # "none" meets a gradient per token, which the weight gradient needs before the sum over tokens: recompute there
         formed = reduction != "none" and grad_enabled
         want_dh, want_dw = ctx.needs_input_grad[0] and formed, ctx.needs_input_grad[1] and formed
-        loss, ctx.dh, ctx.dw = _walk_chunks(low_hidden, low_weight, targets, ones, options, want_dh, want_dw)
+        loss, ctx.dh, ctx.dw = _walk_chunks(low_hidden, low_weight, targets, scale, options, want_dh, want_dw)
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.reduction, ctx.options, ctx.dtype = reduction, options, dtype
-        ctx.formed = formed
-        if reduction == "none":
-            return loss
-        total = loss.sum()
-        if reduction == "sum":
-            ctx.norm = 1.0
-            return total
-        ctx.norm = 1.0 / (targets != options[1]).sum().clamp(min=1).to(total.dtype)
-        return total * ctx.norm
+        ctx.scale, ctx.options, ctx.dtype, ctx.formed = scale, options, dtype, formed
+        return loss if reduction == "none" else loss.sum() / count if mean else loss.sum()
 
     @staticmethod
     def backward(ctx, grad):
@@ -243,9 +240,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                                       "F.cross_entropy(F.linear(hidden, weight), targets).")
         hidden, weight, targets = ctx.saved_tensors
         if not ctx.formed:  # a gradient per token, or a second backward through the same graph
-            wide = torch.promote_types(ctx.dtype, torch.float32)
-            scale = grad.to(wide) if ctx.reduction == "none" else (grad * ctx.norm).to(wide).expand(len(targets))
-            _, dh, dw = _walk_chunks(hidden.to(ctx.dtype), weight.to(ctx.dtype), targets, scale.contiguous(),
+            _, dh, dw = _walk_chunks(hidden.to(ctx.dtype), weight.to(ctx.dtype), targets, grad * ctx.norm * ctx.scale,
                                      ctx.options, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
             return (None if dh is None else dh.to(hidden.dtype), None if dw is None else dw.to(weight.dtype),
                     None, None, None, None, None)
