@@ -222,7 +222,8 @@ def test_common_offset():
 @pytest.mark.parametrize("case", ["random", "confident", "64 chunks"])
 @pytest.mark.parametrize("dtype, scale", [(torch.bfloat16, 1.0), (torch.float16, 65536.0)])
 def test_low_precision_is_no_worse_than_full_logits(case, dtype, scale):
-    """bf16 and loss-scaled fp16: loss and gradients lie as near to float64 as those of full fp32-upcast logits."""
+    """bf16 and loss-scaled fp16: loss and gradients lie as near to float64 as those of full fp32-upcast logits; the
+    weight's, if it is bf16 itself, a little less: its parts are rounded by the matmul before their sum is."""
     hidden, weight, targets = inputs(dtype, n=512, c=64, v=1000, top=1000, scale=0.3)
     if case == "confident":
         with torch.no_grad():
@@ -233,7 +234,8 @@ def test_low_precision_is_no_worse_than_full_logits(case, dtype, scale):
     assert abs(ours.detach() - exact) <= 1.1 * abs(theirs.detach() - exact) + 1e-6
     for got, other, want in zip(grads(ours * scale, hidden, weight), grads(theirs * scale, hidden, weight), wanted,
                                 strict=True):
-        assert got.isfinite().all() and error(got, want) <= 1.1 * error(other, want) + 1e-4
+        slack = 1.02 if got.shape == hidden.shape else 1.25
+        assert got.isfinite().all() and error(got, want) <= slack * error(other, want)
 
 
 def test_fp16_sums_over_many_tokens_stay_finite():

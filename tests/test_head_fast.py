@@ -76,20 +76,22 @@ def test_without_a_compiler(monkeypatch, forget):
         fused_linear_cross_entropy(hidden, weight, targets, chunk=24)
 
 
-def test_autocast_with_fp32_masters():
-    """Under autocast matmuls are bf16 and gradients arrive in fp32, as near to the truth as autocast full logits."""
-    hidden, weight, targets = inputs(dtype=torch.float32)
+@pytest.mark.parametrize("chunk", [8, 150, 512])
+def test_autocast_with_fp32_masters(chunk):
+    """Under autocast, as training runs, matmuls are bf16 and gradients fp32, no further from float64 than those of
+    full logits, over 64 chunks too: the weight's are summed in fp32 and never rounded again."""
+    hidden, weight, targets = inputs(n=512, dtype=torch.float32)
     exact = F.cross_entropy(F.linear(hidden.double(), weight.double()), targets)
     wanted = torch.autograd.grad(exact, (hidden, weight))
     with torch.autocast("cpu", torch.bfloat16):
-        ours = fused_linear_cross_entropy(hidden, weight, targets, chunk=31)
+        ours = fused_linear_cross_entropy(hidden, weight, targets, chunk=chunk)
         theirs = F.cross_entropy(F.linear(hidden, weight).float(), targets)
-    assert ours.dtype == torch.float32 and 0 < abs(ours - exact) <= 1.2 * abs(theirs - exact)
+    assert ours.dtype == torch.float32 and 0 < abs(ours - exact) <= abs(theirs - exact) + 1e-6
     others = torch.autograd.grad(theirs, (hidden, weight))
     for tensor, want, other in zip((hidden, weight), wanted, others, strict=True):
         got, = torch.autograd.grad(ours, tensor, retain_graph=True)
         assert got.dtype == torch.float32
-        assert 0 < (got - want).norm() <= 1.2 * (other - want).norm()
+        assert 0 < (got - want).norm() <= 1.01 * (other - want).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
