@@ -1,0 +1,539 @@
+"""Turn text into a data set: train the tokenizer, encode, write shards.
+
+    python prepare.py stdlib --out data/demo --vocab_size 4096
+    python prepare.py books/ notes.txt "logs/*.jsonl.gz" --out data/mine
+    python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT --max_tokens 10e9 --out data/edu
+    python prepare.py configs/data_stack100m.py --out data/stack100m
+    python prepare.py verify data/mine
+    python prepare.py show data/mine --doc 17
+
+A SOURCE is stdlib (the running Python's own library: 12 MB of text on every machine), a file, a folder, a glob in
+quotes, or hf:NAME[:CONFIG][:SPLIT], streamed from Hugging Face.  Or the one SOURCE is a recipe: a .py file that
+assigns `sources`, a list of dict(source=..., weight=..., filter=...), and any of the options below.
+
+A .txt, .md or .py file is one document; so is a line of .jsonl and a row of .parquet.  .gz and .zst are unpacked.
+A killed run is continued by the same command; a finished one is left as it is.
+verify checks every checksum of a set and prints its statistics; show decodes one document.
+
+How it works
+------------
+Documents are read (sources.py), encoded by a pool of threads (tokenizer.py) and written by one loop (writer.py), where
+everything that can be decided is decided, one document after the other: is it a duplicate, which split is it in, which
+source comes next.  The threads turn text into ids and nothing else, so their number changes nothing, and nothing but
+a few pieces of text per thread is in memory.
+
+Every document goes to train or val by its hash.  Where that leaves one of them empty (a single file, a handful of
+books) the pass is repeated by another rule, and says so: the last val_fraction of the text is val.
+
+Rejected: all ids in one array (nanoGPT's way; it ends where memory does); a pool of processes (they copy text in and
+ids out, which tiktoken's threads share, and on Windows and macOS each starts Python anew).
+"""
+
+import argparse
+import ast
+import contextlib
+import difflib
+import errno
+import os
+import random
+import re
+import runpy
+import shutil
+import sys
+from collections import deque
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from sources import Reader, Source
+
+OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
+           "tokenizer_bytes", "seed")  # what decides the bytes of the shards, beside the sources
+BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
+UNKNOWN = 2**60  # bytes of a source, where only the far end knows
+SHORT_VAL = 8192  # tokens; below it the summary suggests more
+ANEW = "\n  Copy the set again, or delete it and make it anew."
+LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the command line
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        prog="prepare.py", usage="python prepare.py SOURCE... --out data/NAME [options]", allow_abbrev=False,
+        description=__doc__.split("How it works")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("source", nargs="+", metavar="SOURCE", help="stdlib, files, folders, globs, hf:..., or one recipe")
+    add("--out", help="folder of the data set (default: data/ and the name of the source)")
+    add("--vocab_size", type=count, help="ids of the tokenizer to be trained, special ones included (default 32768)")
+    add("--tokenizer", default="", help="use this one instead: gpt2 or another encoding of tiktoken, or where a "
+                                        "tokenizer.json is: a file, a data set, a run")
+    add("--tokenizer_bytes", type=count, default=200_000_000, help="train it on a sample of this size (200e6)")
+    add("--val_fraction", type=float, default=0.01, help="share of the documents held out for validation (0.01)")
+    add("--max_tokens", type=count, help="stop at so many tokens, for example 10e9 (default: all)")
+    add("--max_bytes", type=count, help="stop at so much text (default: all)")
+    add("--text_key", default="text", help="the key of .jsonl and the column of .parquet and hf: with the text (text)")
+    add("--errors", choices=("strict", "replace"), default="strict",
+        help="at bytes that are no UTF-8 stop, or put U+FFFD there and count (strict)")
+    add("--skip_bad", action="store_true", help="leave broken records out instead of stopping at them")
+    add("--shard_tokens", type=count, default=100_000_000, help="tokens per file (100e6)")
+    add("--workers", type=count, default=usable_cpus(), help="threads that encode; changes only the speed (all CPUs)")
+    add("--seed", type=int, default=1337, help="of the tokenizer's sample (1337)")
+    argv = [re.sub("^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
+    args = parser.parse_args(argv)
+    args.recipe = [dict(source=source) for source in args.source]
+    if any(map(is_recipe, args.source)):
+        if len(args.source) > 1:
+            parser.error(f"a recipe stands alone, without other sources: {' '.join(args.source)}")
+        known = {action.dest for action in parser._actions} - {"help", "source"}
+        recipe, options = read_recipe(args.source[0], known)
+        parser.set_defaults(**{key: value if isinstance(value, bool) else str(value) for key, value in options.items()})
+        args = parser.parse_args(argv, argparse.Namespace(recipe=recipe))  # once more: flags win over the recipe
+    if args.tokenizer and args.vocab_size:
+        parser.error("--vocab_size is for a tokenizer that is trained; --tokenizer has its own")
+    if not args.tokenizer and args.vocab_size is None:
+        args.vocab_size = 32768
+    if not 0 <= args.val_fraction < 1:
+        parser.error(f"--val_fraction {args.val_fraction} must be from 0 to below 1; 0.01 is one percent")
+    for key in ("shard_tokens", "workers", "tokenizer_bytes", "max_tokens", "max_bytes"):
+        if (value := getattr(args, key)) is not None and not 1 <= value < (2**31 if key == "shard_tokens" else 2**63):
+            parser.error(f"--{key} {value} is out of range: at least 1, and shard_tokens below 2**31")
+    if args.out is None:
+        name = Path(args.source[0].removeprefix("hf:").split(":")[0]).name.split(".")[0].removeprefix("data_")
+        args.out = f"data/{re.sub('[^A-Za-z0-9_-]+', '_', name).strip('_') or 'mine'}"
+    args.folder = Path(args.out)
+    weights = [source.get("weight", 0) for source in args.recipe]
+    args.weights = [weight / sum(weights) for weight in weights] if any(weights) else None
+    return args
+
+
+def count(text: str) -> int:
+    """100000, 100_000 or 1e5; argparse makes a message of the ValueError."""
+    number = float(text)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_recipe(source: str) -> bool:
+    """A .py file that assigns `sources` at its top level; any other is text."""
+    if not source.endswith(".py") or not os.path.isfile(source):
+        return False
+    try:
+        body = ast.parse(Path(source).read_bytes()).body
+    except (SyntaxError, ValueError):
+        return False
+    return any(isinstance(target, ast.Name) and target.id == "sources"
+               for node in body if isinstance(node, ast.Assign) for target in node.targets)
+
+
+def read_recipe(path: str, known: set):
+    """(sources, options) as a recipe assigns them; names it does not know are refused."""
+    try:
+        names = runpy.run_path(path)
+    except Exception as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}.\n  A recipe is assignments: sources = [...]") from None
+    names = {key: value for key, value in names.items()
+             if not key.startswith("_") and not callable(value) and type(value) is not type(os)}
+    sources, source_keys = names.pop("sources"), {field.name for field in fields(Source)}
+    for where, given, allowed in [(path, names, known)] + [(f"{path}: source {i}", source, source_keys)
+                                                           for i, source in enumerate(sources, 1)]:
+        for key in set(given) - allowed:
+            near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(key, allowed, 1))
+            raise ValueError(f"{where} has {key!r}, which is nothing known.{near}\n  Known are "
+                             f"{', '.join(sorted(allowed))}.")
+    if not sources or any("source" not in source or not source.get("weight", 0) > 0 for source in sources):
+        raise ValueError(f"{path}: every source needs a name, and a weight above 0.\n"
+                         "  sources = [dict(source=\"texts/\", weight=70), dict(source=\"code/\", weight=30)]")
+    return sources, names
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the run
+
+
+def make(job):
+    """The whole run. job: what parse_args found; its sources become Source objects here."""
+    from data import write_meta
+    from writer import clean, fresh, locked, start
+    job.sources = [Source(**{"text_key": job.text_key, **source}) for source in job.recipe]
+    command = {"sources": [source.identity for source in job.sources],
+               "options": {key: value for key in OPTIONS if (value := getattr(job, key)) not in (None, "")}}
+    if os.path.exists(job.tokenizer):  # what is in the file counts, not where it lies
+        command["options"]["tokenizer"] = load_tokenizer(job.tokenizer).fingerprint
+    if is_made(job.folder, command):
+        clean(job.folder, *LEFTOVERS)
+        return print(f"{summary(job.folder)}\nalready made by this command: nothing to do")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with locked(job.folder):
+        state = start(job.folder, command)
+        try:
+            tokenizer = get_tokenizer(job, state)
+            check_disk(job)
+            encode(job, tokenizer, state)
+            if job.val_fraction and state["bytes"] and not all(split["shards"] for split in state["splits"].values()):
+                held_out = max(1, round(state["bytes"] * job.val_fraction))
+                print(f"{state['documents']} document(s) are too few to share out: val is the last {human(held_out)}.")
+                state = {**fresh(command), "tokenizer": state["tokenizer"], "tail": state["bytes"] - held_out}
+                encode(job, tokenizer, state)
+            splits = {name: split["shards"] for name, split in state["splits"].items() if split["shards"]}
+            if len(splits) < 1 + bool(job.val_fraction):
+                clean(job.folder, "*")
+                raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
+                                 f"and val{left_out(report(job, state))}.\n  Give more text.")
+            write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
+                       vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits,
+                       command=command, tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
+                       split_rule="hash" if state["tail"] is None else "tail", not_remembered=state["seen"][1])
+        except (ValueError, OSError, ImportError) as error:
+            shards = any(split["shards"] for split in state["splits"].values())
+            if not state["tokens"] or isinstance(error, ValueError) and not shards:
+                clean(job.folder, "*")  # nothing worth continuing, so nothing for the next attempt to trip over
+            if not isinstance(error, OSError) or error.errno not in FULL_DISK:
+                raise
+            raise OSError(f"The disk of {job.folder} is full ({error.strerror}), after {state['tokens']:,} tokens.\n  "
+                          f"{disk_needs(job)[1]} Make space and run the same command again: it continues.") from None
+        clean(job.folder, *LEFTOVERS)
+    print(summary(job.folder))
+
+
+def encode(job, tokenizer, state):
+    """Read, encode and write, from `state` to the end of the sources or to a limit; `state` moves along."""
+    from writer import Output, next_source
+    if state["ended"]:
+        return
+    output, records = Output(job, tokenizer, state), state["sources"]
+    readers = [Reader(source, errors=job.errors, skip_bad=job.skip_bad, after=record["after"])
+               for source, record in zip(job.sources, records, strict=True)]
+    streams = [encoded(reader, tokenizer, job.workers) for reader in readers]
+    output.save()
+    with progress_bar(job, state) as advance:
+        while not output.full and (i := next_source(records, job.weights)) is not None:
+            for piece, ids in streams[i]:
+                output.take(i, piece, ids)
+                advance(i, piece.consumed)
+                if output.full:
+                    break
+                if piece.after:  # the end of a document: here a run can continue, and the source can change
+                    records[i]["after"] = piece.after
+                    if output.is_due():
+                        output.save()
+                    break
+            else:
+                records[i]["after"], records[i]["done"] = readers[i].state(), True
+    for stream in streams:
+        stream.close()
+    output.finish()
+
+
+def encoded(reader, tokenizer, workers):
+    """(piece, its ids) for the pieces of a reader; threads encode a little ahead."""
+    ahead = deque()
+
+    def texts():
+        for piece in reader:
+            ahead.append(piece._replace(text=""))
+            yield piece.text
+
+    for ids in tokenizer.encode_documents(texts(), workers):
+        yield ahead.popleft(), ids
+
+
+def is_made(folder, command):
+    """Whether the folder holds the finished work of this command. That of another one is refused."""
+    if not (folder / "meta.json").exists():
+        return False
+    from data import read_header, read_meta
+    from writer import check_same
+    meta = read_meta(folder)
+    check_same(folder, meta.get("command", {}), command)
+    for shard in (shard for split in meta["splits"].values() for shard in split["shards"]):
+        read_header(folder / shard["file"])
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the tokenizer
+
+
+def get_tokenizer(job, state):
+    """The one this run began with, if it is being continued; the one asked for; or one trained on the sources."""
+    from tokenizer import Tokenizer, train_tokenizer
+    if state["tokenizer"]:
+        tokenizer = Tokenizer.load(job.folder)
+        if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
+            raise OSError(f"{job.folder}/tokenizer.json is not the one that this run began with.\n"
+                          f"  Delete {job.folder} and start again.")
+        return tokenizer
+    sample = None
+    if job.tokenizer:
+        tokenizer = load_tokenizer(job.tokenizer)
+    else:
+        for without_val in (True, False):  # False: the only documents there are have hashes for val
+            sample = {"bytes": 0, "part": "all"}
+            texts = sample_texts(job, sample, without_val)
+            if first := next(texts, ""):
+                break
+        tokenizer = train_tokenizer(chain([first], texts), job.vocab_size)
+        print(f"tokenizer: {tokenizer.vocab_size:,} ids, trained on {human(sample['bytes'])}: {sample['part']} "
+              "of the text")
+    tokenizer.save(job.folder)
+    state["tokenizer"] = {"fingerprint": tokenizer.fingerprint, "sample": sample}
+    return tokenizer
+
+
+def load_tokenizer(name):
+    """From a file, a data set, a checkpoint or a run; or one of tiktoken's."""
+    from tokenizer import Tokenizer
+    if not os.path.exists(name) and "/" not in str(name) and not str(name).endswith(".json"):
+        return Tokenizer.from_tiktoken(name)
+    runs = sorted(Path(name).glob("ckpt_*/tokenizer.json"))  # any checkpoint of a run will do: they share one
+    return Tokenizer.load(runs[0] if runs else name)
+
+
+def sample_texts(job, sample, without_val):
+    """Text to train the tokenizer on: all of it, or about job.tokenizer_bytes picked with a fixed seed.
+
+    Where the size of the text is known, pieces from all of it are picked; of a stream it is the beginning.  A mixture
+    is sampled by its weights.  Validation documents and duplicates are left out.  `sample` says what it came to.
+    """
+    from writer import next_source
+    within = min(job.max_bytes or UNKNOWN, (job.max_tokens or UNKNOWN) * MOST_BYTES_PER_TOKEN)
+    sizes = [source.text_bytes() or UNKNOWN for source in job.sources]
+    sizes = sizes if job.weights else [min(UNKNOWN, sum(sizes))] * len(sizes)
+    shares = job.weights or [1.0] * len(sizes)
+    chances = [1.0 if size == UNKNOWN else min(1.0, job.tokenizer_bytes * share / max(1, min(size, within * share)))
+               for size, share in zip(sizes, shares, strict=True)]
+    if job.weights or min(chances) < 1:
+        sample["part"] = "a sample by weight" if job.weights else f"a random {100 * chances[0]:.2g} %"
+    readers = [iter(Reader(source, errors=job.errors, skip_bad=job.skip_bad)) for source in job.sources]
+    records = [{"train": 0, "done": False} for _ in readers]
+    pick, seen, val_below, walked = random.Random(job.seed), set(), int(job.val_fraction * 2**64), 0
+    end = min(within, UNKNOWN if job.weights else sizes[0], int(job.tokenizer_bytes / min(chances)))
+    with bar(total=end, unit="B", desc="sampling") as shown:
+        while walked < within and (i := next_source(records, job.weights)) is not None:
+            for piece in readers[i]:
+                size = len(piece.text.encode())
+                records[i]["train"] += size
+                walked += size
+                shown.update(size)
+                if piece.first:
+                    usable = piece.key not in seen and not (without_val and piece.key < val_below)
+                if usable and pick.random() < chances[i]:
+                    if sample["bytes"] and sample["bytes"] + size > job.tokenizer_bytes:
+                        sample["part"] = sample["part"].replace("all", "the beginning")
+                        return
+                    seen.add(piece.key)
+                    sample["bytes"] += size
+                    yield piece.text
+                if piece.after or walked >= within:
+                    break
+            else:
+                records[i]["done"] = True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# before and during the run
+
+
+def disk_needs(job):
+    """(bytes that are certainly missing, a sentence for people)."""
+    texts = [None if job.weights else source.text_bytes() for source in job.sources]
+    width = 2 if (job.vocab_size or 0) <= 1 << 16 else 4
+    text = min(UNKNOWN if None in texts else sum(texts), job.max_bytes or UNKNOWN)
+    tokens, least = (min(job.max_tokens or UNKNOWN, text // each) for each in (BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN))
+    there, free = sum(path.stat().st_size for path in job.folder.glob("*.*")), shutil.disk_usage(job.folder).free
+    if text == UNKNOWN and not job.max_tokens:
+        return 0, f"How much {job.folder} will need is not known; {human(free)} are free."
+    needed = width * (tokens + min(tokens, job.shard_tokens))  # for a moment a shard is there twice, as .part and .bin
+    return width * least - there - free, (f"{job.folder} needs about {human(needed)} and has {human(there)} so far; "
+                                          f"{human(free)} are free.")
+
+
+def check_disk(job):
+    missing, sentence = disk_needs(job)
+    if missing > 0:
+        raise OSError(f"{sentence}\n  Make space, choose --out on another disk, or take less with --max_tokens.")
+    print(sentence)
+
+
+def human(n):
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} bytes"
+
+
+@contextlib.contextmanager
+def progress_bar(job, state):
+    """advance(i, bytes of the files of source i that are read); it counts in what will end the run."""
+    consumed = [record["after"]["consumed"] if record["after"] else 0 for record in state["sources"]]
+    if job.max_tokens or any(source.in_hub for source in job.sources):
+        unit, total, done = "tok", job.max_tokens, lambda: state["tokens"]
+    elif job.max_bytes:
+        unit, total, done = "B", job.max_bytes, lambda: state["bytes"]
+    else:
+        unit, total, done = "B", sum(sum(source.sizes) for source in job.sources), lambda: sum(consumed)
+    with bar(total=total, initial=done(), unit=unit, desc="encoding") as shown:
+        def advance(i, position):
+            consumed[i] = position
+            shown.update(done() - shown.n)
+        yield advance
+
+
+def bar(**settings):
+    from tqdm import tqdm
+    return tqdm(unit_scale=True, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30, **settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what was made
+
+
+def report(job, state):
+    """What came of each source, for meta.json."""
+    lines = []
+    for source, record in zip(job.sources, state["sources"], strict=True):
+        after = record["after"] or {"counts": {}, "notes": []}
+        counts = {key: record[key] for key in ("documents", "tokens", "bytes", "duplicates")}
+        lines.append({**source.identity, **counts, **after["counts"], "notes": after["notes"]})
+    return lines
+
+
+def left_out(sources):
+    """"; left out: 3 duplicates, 1 empty" over all sources."""
+    kinds = ("duplicates", "empty", "filtered", "bad")
+    said = ", ".join(f"{n:,} {kind}" for kind in kinds if (n := sum(source.get(kind, 0) for source in sources)))
+    return f"; left out: {said}" if said else ""
+
+
+def summary(folder):
+    from data import read_meta
+    meta = read_meta(folder)
+    lines = [f"{folder}: {meta['vocab_size']:,} ids, tokenizer {meta['tokenizer'][:12] or 'gpt2'}"]
+    for name, split in meta["splits"].items():
+        text = (f", {split['documents']:,} documents, {human(split['bytes'])}, "
+                f"{split['bytes'] / max(1, split['tokens']):.2f} bytes per token") if "bytes" in split else ""
+        lines.append(f"  {name:5s} {split['tokens']:,} tokens in {len(split['shards'])} file(s){text}")
+    if "command" not in meta:  # shards of llm.c, or another program's meta.json
+        return "\n".join(lines)
+    lines[0] += left_out(meta["sources"])
+    for source in meta["sources"]:
+        lines += [f"  left out: {note}" for note in source["notes"]]
+        if source.get("replaced"):
+            lines.append(f"  {source['source']}: {source['replaced']:,} times U+FFFD for bytes that were no UTF-8")
+    if mixture := meta["mixture"]:
+        lines += ["  mixture " + ", ".join(f"{100 * share:.1f} % {name}" for name, share in mixture["shares"]),
+                  f"  at most {mixture['worst_points']} points off the weights in any 1 % of it "
+                  f"({mixture['window_tokens']:,} tokens), at {mixture['worst_source']}"]
+        lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
+                  for name in mixture["ended_with"]]
+    if meta["not_remembered"]:
+        lines.append(f"  {meta['not_remembered']:,} documents were too many to be remembered as possible duplicates")
+    if "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:
+        lines.append("  val is short: with a larger --val_fraction its loss is steadier")
+    return "\n".join(lines)
+
+
+def blocks(folder, meta, split):
+    """The tokens of a split, at most 2^20 at a time."""
+    from data import open_shard
+    if split not in meta["splits"]:
+        raise ValueError(f"{folder} has no split {split!r}.\n  It has {', '.join(meta['splits'])}.")
+    for shard in meta["splits"][split]["shards"]:
+        tokens = open_shard(folder / shard["file"])
+        for at in range(0, len(tokens), 1 << 20):
+            yield np.array(tokens[at:at + (1 << 20)])
+
+
+def open_set(folder):
+    from data import read_meta
+    meta = read_meta(folder)
+    tokenizer = load_tokenizer(folder / "tokenizer.json" if meta["tokenizer"] else "gpt2")
+    if meta["tokenizer"] not in ("", tokenizer.fingerprint):
+        raise ValueError(f"{folder}/tokenizer.json is not the tokenizer that meta.json names.{ANEW}")
+    return meta, tokenizer
+
+
+def verify(folder):
+    """Every checksum, id, document and byte of a set against headers, meta.json and tokenizer."""
+    from data import verify_shard
+    meta, tokenizer = open_set(folder)
+    print(summary(folder))
+    for name, split in meta["splits"].items():
+        for shard in split["shards"]:
+            header = verify_shard(folder / shard["file"])
+            if header.n_tokens != shard["tokens"] or header.checksum not in ("", shard["checksum"]):
+                raise ValueError(f"{folder / shard['file']} is not the file that meta.json describes.{ANEW}")
+        used, longest, last, at = np.zeros(meta["vocab_size"], np.int64), 0, 0, 0
+        for ids in blocks(folder, meta, name):
+            if ids.max() >= len(used):
+                raise ValueError(f"{folder}: {name} holds id {ids.max()}; there are {len(used)} ids.{ANEW}")
+            used += np.bincount(ids, minlength=len(used))
+            starts = [last, *(at + np.flatnonzero(ids == meta["boundary_id"])), at + len(ids)]
+            longest, last, at = max(longest, int(np.diff(starts).max())), int(starts[-2]), at + len(ids)
+        found = {"tokens": at, "documents": int(used[meta["boundary_id"]]),
+                 "bytes": int(used @ tokenizer.token_bytes())}
+        for key, n in found.items():
+            if split.get(key, n) != n:
+                raise ValueError(f"{folder}: {name} has {n:,} {key}; meta.json says {split[key]:,}.{ANEW}")
+        print(f"  {name}: {at // max(1, found['documents']):,} tokens per document, {longest:,} in the longest; "
+              f"{np.count_nonzero(used == 0):,} of {len(used):,} ids never occur")
+    print("every checksum, id, document and byte is as it should be")
+
+
+def show(folder, split, number):
+    """Print one document of a split, counted from 0."""
+    meta, tokenizer = open_set(folder)
+    parts, n = [], 0  # n: how many documents begin before this block
+    for block in blocks(folder, meta, split):
+        starts = np.flatnonzero(block == meta["boundary_id"])
+        first = starts[number - n] if n <= number < n + len(starts) else 0 if parts else len(block)
+        end = starts[number + 1 - n] if n <= number + 1 < n + len(starts) else len(block)
+        if first < end:
+            parts.append(block[first:end])
+        n += len(starts)
+        if parts and end < len(block):
+            break
+    if not parts:
+        raise ValueError(f"{folder}: {split} has no document {number}.\n  It has {n:,}, counted from 0.")
+    print(tokenizer.decode(np.concatenate(parts)[1:].tolist()))
+
+
+def main(argv):
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter must not end the run
+    try:
+        if argv[:1] in (["verify"], ["show"]):
+            parser = argparse.ArgumentParser(prog=f"prepare.py {argv[0]}", allow_abbrev=False)
+            parser.add_argument("data", type=Path, help="a folder that prepare.py made, or one of llm.c's shards")
+            if argv[0] == "show":
+                parser.add_argument("--doc", type=int, default=0, help="which document, counted from 0")
+                parser.add_argument("--split", default="train", help="train or val")
+            args = parser.parse_args(argv[1:])
+            verify(args.data) if argv[0] == "verify" else show(args.data, args.split, args.doc)
+        else:
+            make(parse_args(argv))
+    except KeyboardInterrupt:
+        print("\nprepare.py: stopped; the same command continues", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        said = str(error)
+        if isinstance(error, OSError) and error.errno is not None:  # the system's: "[Errno 13] Permission denied: 'a'"
+            said = f"{error.filename or 'a file'}: {error.strerror}.\n  Check that it is there and that you may use it."
+        print(f"prepare.py: {said}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,547 @@
+"""The command: what its shards hold, that nothing but the input decides it, and that a run may die at any moment."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare
+import writer
+from tokenizer import Tokenizer, train_tokenizer
+
+ROOT = Path(prepare.__file__).parent
+WORDS = "the of and to in is was that for it with as his on be at by had are but from or have an they which one".split()
+
+
+def prose(seed, n_words):
+    words = random.Random(str(seed))
+    return " ".join(words.choice(WORDS) + words.choice(["", "", "ing", ".\n", ","]) for _ in range(n_words))
+
+
+def run(*args):
+    return prepare.main([str(arg) for arg in args])
+
+
+def read_shards(folder, split):
+    """A reader that knows llm.c's layout and nothing of ours."""
+    parts = []
+    for path in sorted(Path(folder).glob(f"{split}_*.bin")):
+        header = np.fromfile(path, "<i4", 256)
+        assert header[0] == 20240520 and header[1] in (1, 2)
+        ids = np.fromfile(path, {1: "<u2", 2: "<u4"}[header[1]], offset=1024)
+        assert len(ids) == header[2]
+        parts.append(ids.astype(np.int64))
+    return np.concatenate(parts) if parts else np.array([], np.int64)
+
+
+def documents(folder, split):
+    """The texts of a split, in order."""
+    tokenizer, ids = Tokenizer.load(folder), read_shards(folder, split)
+    starts = np.flatnonzero(ids == tokenizer.boundary_id)
+    assert not len(ids) or starts[0] == 0
+    return [tokenizer.decode(part[1:].tolist()) for part in np.split(ids, starts[1:])] if len(ids) else []
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def meta_of(folder):
+    return json.loads((Path(folder) / "meta.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """A small tokenizer in a file: training one takes longer than all the rest, and rayon does not survive a fork."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer([prose(0, 3000)], 400).save(path)
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """300 short documents in one .jsonl and 30 files, one of them the duplicate of a line."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    docs = [prose(i, 5 + i % 40) for i in range(330)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in docs[:300]))
+    for i, text in enumerate([*docs[300:329], docs[7]]):
+        (folder / f"b_{i}.txt").write_text(text, newline="")
+    return folder
+
+
+# ---- what the shards hold
+
+
+def test_every_document_once_byte_for_byte(tmp_path, vocabulary):
+    """Each document once, whole and unchanged, behind one boundary, in train or val; all of it counted."""
+    docs = [prose(i, 30) for i in range(60)] + ["CRLF\r\n\r lines\r\n", "\u2028 \x85 \x0c\n", "NUL\0", "é漢🙂",
+                                                " " * 70000, "<|endoftext|> and <|pad|>", "x" * 9000, "1" * 3000,
+                                                prose(3, 30)]
+    for i, text in enumerate(docs):
+        (tmp_path / f"in_{i}.txt").write_bytes(("\ufeff" * (i == 0) + text).encode())
+    (tmp_path / "in_empty.txt").write_bytes(b"")
+    assert run(f"{tmp_path}/in_*.txt", "--out", tmp_path / "out", "--tokenizer", vocabulary, "--val_fraction", "0.3",
+               "--shard_tokens", 1000) == 0
+    found = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")
+    assert Counter(found[0] + found[1]) == Counter(docs[:-1]) and min(map(len, found)) > 5
+    meta = meta_of(tmp_path / "out")
+    assert meta["sources"][0]["duplicates"] == meta["sources"][0]["empty"] == 1
+    for split, texts in zip(("train", "val"), found, strict=True):
+        totals = meta["splits"][split]
+        assert totals["documents"] == len(texts) and totals["bytes"] == sum(len(text.encode()) for text in texts)
+        assert totals["tokens"] == len(read_shards(tmp_path / "out", split))
+        assert all(shard["tokens"] == 1000 for shard in totals["shards"][:-1])
+
+
+def test_threads_and_shards_change_nothing(tmp_path, corpus, vocabulary):
+    """The same tokens for any number of threads and any size of shards."""
+    common = ["--tokenizer", vocabulary, "--val_fraction", "0.1"]
+    for name, extra in {"one": ["--workers", 1], "five": ["--workers", 5], "small": ["--shard_tokens", 77]}.items():
+        assert run(corpus, "--out", tmp_path / name, *common, *extra) == 0
+    assert contents(tmp_path / "one") == contents(tmp_path / "five")
+    for split in ("train", "val"):
+        assert np.array_equal(read_shards(tmp_path / "one", split), read_shards(tmp_path / "small", split))
+
+
+def test_more_text_moves_no_document(tmp_path, corpus, vocabulary):
+    """What was in val stays in val when documents are added, in whatever order."""
+    common = ["--tokenizer", vocabulary, "--val_fraction", "0.1"]
+    assert run(corpus / "a.jsonl", "--out", tmp_path / "less", *common) == 0
+    assert run(corpus / "b_1.txt", corpus, corpus / "a.jsonl", "--out", tmp_path / "more", *common) == 0
+    for split in ("train", "val"):
+        assert set(documents(tmp_path / "less", split)) < set(documents(tmp_path / "more", split))
+
+
+def test_a_trained_tokenizer(tmp_path, corpus, capsys):
+    """Trained on the documents of train only, the same each time; the real size is what meta.json has."""
+    for name in ("one", "two"):
+        assert run(corpus, "--out", tmp_path / name, "--vocab_size", "350", "--workers", 1 + (name == "two")) == 0
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert "tokenizer: 350 ids, trained on" in capsys.readouterr().out
+    assert meta_of(tmp_path / "one")["vocab_size"] == 350
+    train_bytes = sum(len(text.encode()) for text in documents(tmp_path / "one", "train"))
+    assert meta_of(tmp_path / "one")["tokenizer_sample"] == {"bytes": train_bytes, "part": "all"}
+
+
+def test_the_tokenizers_sample(tmp_path, corpus):
+    """Of more text than asked for, a sample from all of it, about as large as asked, by a seed; and it is told."""
+    job = prepare.parse_args([str(corpus), "--tokenizer_bytes", "3000", "--out", "x"])
+    job.sources = [prepare.Source(str(corpus))]
+
+    def sample(seed, **changes):
+        job.seed, told = seed, {"bytes": 0, "part": "all"}
+        for key, value in changes.items():
+            setattr(job, key, value)
+        texts = list(prepare.sample_texts(job, told, True))
+        assert told["bytes"] == sum(len(text.encode()) for text in texts)
+        return texts, told
+    texts, told = sample(1)
+    assert 1500 < told["bytes"] <= 3000 and told["part"].startswith("a random ")
+    assert sample(1)[0] == texts != sample(2)[0]
+    lines = [json.loads(line)["text"] for line in open(corpus / "a.jsonl", encoding="utf-8")]
+    places = [lines.index(text) for text in texts if text in lines]
+    assert min(places) < 100 and max(places) > 200
+    assert sample(1, max_bytes=2000)[1]["bytes"] <= 2300
+
+
+def test_limits(tmp_path, corpus, vocabulary):
+    """max_tokens is reached exactly, max_bytes never passed; what is there is the beginning of the whole."""
+    common = ["--tokenizer", vocabulary, "--val_fraction", "0"]
+    assert run(corpus, "--out", tmp_path / "all", *common) == 0
+    whole = read_shards(tmp_path / "all", "train")
+    for n in (1, 2, 999, 1000):
+        assert run(corpus, "--out", tmp_path / f"t{n}", *common, "--max_tokens", n) == (0 if n > 1 else 2)
+        if n > 1:
+            assert np.array_equal(read_shards(tmp_path / f"t{n}", "train"), whole[:n])
+    assert run(corpus, "--out", tmp_path / "b", *common, "--max_bytes", "5e3") == 0
+    assert 4900 < meta_of(tmp_path / "b")["splits"]["train"]["bytes"] <= 5000
+    part = read_shards(tmp_path / "b", "train")
+    assert np.array_equal(part, whole[:len(part)])
+
+
+# ---- small corpora
+
+
+def test_one_file_is_cut_into_train_and_val(tmp_path, vocabulary, capsys):
+    """A single document: its end, about val_fraction of it, from the beginning of a line."""
+    text = prose(1, 20_000)
+    (tmp_path / "book.txt").write_text(text, newline="")
+    for fraction in (0.01, 0.2):
+        out = tmp_path / f"out_{fraction}"
+        assert run(tmp_path / "book.txt", "--out", out, "--tokenizer", vocabulary, "--val_fraction", fraction) == 0
+        (train,), (val,) = documents(out, "train"), documents(out, "val")
+        assert train + val == text and train.endswith("\n")
+        assert 0.7 * fraction < len(val) / len(text) <= fraction + 0.001
+        assert "too few to share out" in capsys.readouterr().out and meta_of(out)["split_rule"] == "tail"
+
+
+def test_few_files(tmp_path, vocabulary):
+    """A handful of documents, none of which the hash puts in val (or all): nothing is lost, both sides have some."""
+    docs = [prose(i, 200) for i in range(5)]
+    for i, text in enumerate(docs):
+        (tmp_path / f"{i}.md").write_text(text, newline="")
+    for fraction in (1e-9, 0.3, 0.99):
+        out = tmp_path / f"out_{fraction}"
+        assert run(tmp_path, "--out", out, "--tokenizer", vocabulary, "--val_fraction", fraction) == 0
+        train, val = documents(out, "train"), documents(out, "val")
+        assert train and val and sorted("".join(train + val)) == sorted("".join(docs))
+        assert sum(split["bytes"] for split in meta_of(out)["splits"].values()) == sum(map(len, docs))
+    assert run(tmp_path, "--out", tmp_path / "no_val", "--tokenizer", vocabulary, "--val_fraction", 0) == 0
+    assert documents(tmp_path / "no_val", "train") == docs and "val" not in meta_of(tmp_path / "no_val")["splits"]
+
+
+@pytest.mark.parametrize("data", [b"", b"a"])
+def test_too_little_text(tmp_path, vocabulary, capsys, data):
+    """Nothing, or one byte: a sentence, and no folder full of remains."""
+    (tmp_path / "a.txt").write_bytes(data)
+    for tokenizer in (["--tokenizer", vocabulary], ["--vocab_size", 300]):
+        assert run(tmp_path / "a.txt", "--out", tmp_path / "out", *tokenizer) == 2
+        assert "too little for train and val" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
+
+
+# ---- death and continuation
+
+
+def arguments(corpus, vocabulary, out):
+    return [str(corpus), "--out", str(out), "--tokenizer", str(vocabulary), "--val_fraction", "0.1",
+            "--shard_tokens", "1500"]
+
+
+def killed_at(call, n, argv):
+    """Run prepare in a process of its own that SIGKILLs itself before its n-th `call`; False if it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            real, count = getattr(os, call), iter(range(1, 10**9))
+
+            def counted(*args, **kwargs):
+                if next(count) == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+            setattr(os, call, counted)
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+            os._exit(prepare.main(argv))
+        finally:
+            os._exit(99)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFEXITED(status):
+        assert os.WEXITSTATUS(status) == 0
+        return False
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return True
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+@pytest.mark.parametrize("call", ["fsync", "replace", "unlink"])
+def test_killed_at_any_moment(tmp_path, corpus, vocabulary, call, monkeypatch):
+    """Killed before a sync, a rename, a removal, and again while continuing: the end is the same to the byte."""
+    assert run(*arguments(corpus, vocabulary, tmp_path / "straight")) == 0
+    want = contents(tmp_path / "straight")
+    for n in range(1, 10**6, {"fsync": 4, "replace": 2, "unlink": 1}[call]):
+        out = tmp_path / f"killed_{n}"
+        argv = arguments(corpus, vocabulary, out)
+        if not killed_at(call, n, argv):
+            break
+        killed_at(call, 1 + n % 5, argv)  # once more, soon after the start
+        assert run(*argv) == 0
+        assert contents(out) == want, f"killed before {call} {n}"
+    assert n > 5
+
+
+def test_killed_by_the_clock(tmp_path, corpus):
+    """A real process, killed by its owner while it trains the tokenizer or writes, a few times over."""
+    common = [str(corpus), "--vocab_size", "600", "--shard_tokens", "1000"]
+    assert run(*common, "--out", tmp_path / "straight") == 0
+    kill_times = random.Random(5)
+    for attempt in range(12):
+        process = subprocess.Popen([sys.executable, ROOT / "prepare.py", *common, "--out", tmp_path / "killed"],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(0.3 + kill_times.random() * (1.2 if attempt < 3 else 20))
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0
+    killed, straight = contents(tmp_path / "killed"), contents(tmp_path / "straight")
+    assert [name for name in straight if killed.get(name) != straight[name]] == [] and len(killed) == len(straight)
+
+
+def test_finished_is_finished(tmp_path, corpus, vocabulary, capsys):
+    """The same command again touches nothing; another one, or changed sources, is refused with the difference."""
+    argv = arguments(corpus, vocabulary, tmp_path / "out")
+    assert run(*argv) == 0
+    before = contents(tmp_path / "out")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    capsys.readouterr()
+    assert run(*argv, "--workers", 3) == 0 and "nothing to do" in capsys.readouterr().out
+    assert times == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert run(*argv, "--max_tokens", 100) == 2
+    assert "options max_tokens: not given then, 100 now" in capsys.readouterr().err
+    (corpus / "b_0.txt").write_text("changed")
+    assert run(*argv) == 2 and "names, sizes or dates" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "out" / "train_000000.bin").write_bytes(before["train_000000.bin"][:-2])
+    os.utime(corpus / "b_0.txt")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    assert run(corpus, "--out", tmp_path / "mine") == 2 and "notes" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+def test_another_command_does_not_continue(tmp_path, corpus, vocabulary, capsys):
+    """An unfinished folder is continued by its own command only, and by one process at a time."""
+    argv = arguments(corpus, vocabulary, tmp_path / "out")
+    assert killed_at("fsync", 20, argv)
+    before = contents(tmp_path / "out")
+    assert run(*argv, "--val_fraction", "0.2") == 2
+    assert "options val_fraction: 0.1 then, 0.2 now" in capsys.readouterr().err and contents(tmp_path / "out") == before
+    with writer.locked(tmp_path / "out"):
+        assert run(*argv) == 2 and "by another process" in capsys.readouterr().err
+    assert run(*argv) == 0
+
+
+def test_full_disk(tmp_path, corpus, vocabulary):
+    """No room for a file: a sentence with what is needed, exit code 2, and on with it when there is room."""
+    argv = [sys.executable, str(ROOT / "prepare.py"), *arguments(corpus, vocabulary, tmp_path / "out")]
+
+    def limit():  # the size of a file, as a stand-in for the size of a disk: it fails in the same calls
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+    argv[-1] = "100000"
+    done = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "is full" in done.stderr and "needs about" in done.stderr and "same command again" in done.stderr
+    assert subprocess.run(argv, capture_output=True).returncode == 0
+    straight = arguments(corpus, vocabulary, tmp_path / "straight")
+    assert run(*straight[:-1], "100000") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_too_small_a_disk_is_said_before(tmp_path, corpus, vocabulary, monkeypatch, capsys):
+    """Where the size is known, so is what is needed."""
+    import shutil
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    assert run(*arguments(corpus, vocabulary, tmp_path / "out")) == 2
+    assert "1.0 kB are free" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
+
+
+# ---- mixtures
+
+
+def recipe(tmp_path, weights, sizes, extra=""):
+    """A recipe over sources with documents of very different length."""
+    lines = []
+    for i, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        path = tmp_path / f"source_{i}.jsonl"
+        path.write_text("".join(json.dumps({"text": prose((i, n), size)}) + "\n" for n in range(60_000 // size)))
+        lines.append(f"    dict(source={str(path)!r}, weight={weight}),")
+    path = tmp_path / "data_mix.py"
+    path.write_text("sources = [\n" + "\n".join(lines) + f"\n]\n{extra}\n")
+    return path
+
+
+def test_tokens_follow_the_weights(tmp_path, vocabulary, capsys):
+    """Not documents: in any one percent of the shards, whatever the lengths; reported, and true."""
+    path = recipe(tmp_path, (60, 30, 10), (10, 40, 5), "val_fraction = 0.01")
+    assert run(path, "--out", tmp_path / "out", "--tokenizer", vocabulary) == 0
+    mixture = meta_of(tmp_path / "out")["mixture"]
+    assert mixture["worst_points"] <= 4 and len(mixture["ended_with"]) == 1
+    said = capsys.readouterr().out
+    assert "points off the weights" in said and f"it ends here because {mixture['ended_with'][0]} does" in said
+    assert [share for _, share in mixture["shares"]] == pytest.approx([0.6, 0.3, 0.1], abs=0.002)
+    names = {}
+    for i in range(3):
+        for line in open(tmp_path / f"source_{i}.jsonl", encoding="utf-8"):
+            names[json.loads(line)["text"]] = i
+    ids, boundary = read_shards(tmp_path / "out", "train"), Tokenizer.load(tmp_path / "out").boundary_id
+    starts = np.flatnonzero(ids == boundary)
+    owners = np.repeat([names[text] for text in documents(tmp_path / "out", "train")], np.diff([*starts, len(ids)]))
+    window, worst = mixture["window_tokens"], 0
+    for i, weight in enumerate((0.6, 0.3, 0.1)):
+        inside = np.cumsum(np.append(0, owners == i))
+        worst = max(worst, np.abs((inside[window:] - inside[:-window]) / window - weight).max())
+    assert abs(100 * worst - mixture["worst_points"]) < 2.5  # bins against every position
+    records = meta_of(tmp_path / "out")["sources"]
+    assert sum(record["tokens"] for record in records) == len(ids) + len(read_shards(tmp_path / "out", "val"))
+    assert any(record["documents"] == 60_000 // size - record.get("duplicates", 0)
+               for record, size in zip(records, (10, 40, 5), strict=True)), "it ends when a source does"
+
+
+def test_long_mixture_keeps_within_two_points():
+    """At the size of real windows the deviation is far below what is allowed, for documents of web-like lengths."""
+    weights, lengths = [0.7, 0.15, 0.1, 0.05], random.Random(0)
+    records, mixture = [{"train": 0, "done": False} for _ in weights], writer.Mixture(weights, None)
+    for _ in range(40_000):
+        i = writer.next_source(records, weights)
+        n = min(5000, int(lengths.lognormvariate(6.5, 1)) + 1)
+        records[i]["train"] += n
+        mixture.add(i, n)
+    report = mixture.report(list("abcd"))
+    assert report["worst_points"] < 2 and report["window_tokens"] < 500_000 and len(mixture.bins["full"]) < mixture.BINS
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+def test_a_killed_mixture(tmp_path, vocabulary):
+    """Sources, their order and the report are the same after a kill."""
+    path = recipe(tmp_path, (2, 1), (20, 30), "shard_tokens = 5000\nmax_tokens = 60_000\nerrors = 'replace'")
+    argv = [str(path), "--tokenizer", str(vocabulary), "--out"]
+    assert run(*argv, tmp_path / "straight") == 0
+    for n in (8, 21, 40):
+        assert killed_at("fsync", n, [*argv, str(tmp_path / f"k{n}")])
+        assert run(*argv, tmp_path / f"k{n}") == 0
+        assert contents(tmp_path / f"k{n}") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("text, words", [
+    ("sources = [dict(source='a', weight=1)]\nmax_token = 5", "'max_token'.* Did you mean max_tokens?"),
+    ("sources = [dict(source='a', wait=1)]", "source 1 has 'wait'.* Did you mean weight?"),
+    ("sources = [dict(source='a')]", "a weight above 0"),
+    ("sources = []", "a weight above 0"),
+    ("sources = [dict(source='absent', weight=1)]", "absent not found"),
+    ("sources = [dict(source='stdlib', weight=1, filter='poems')]", "no filter 'poems'"),
+    ("sources = [dict(source='a', weight=1)]\nvocab_size = 'many'", "invalid count value: 'many'"),
+    ("sources = [dict(source='a', weight=1)]\n1 / 0", "ZeroDivisionError"),
+])
+def test_wrong_recipes(tmp_path, capsys, text, words):
+    """A name that is not known, or a value of the wrong kind, is refused before anything is read."""
+    (tmp_path / "data_x.py").write_text(text)
+    try:
+        code = run(tmp_path / "data_x.py", "--out", tmp_path / "out")
+    except SystemExit as error:
+        code = error.code
+    import re
+    assert code == 2 and re.search(words, capsys.readouterr().err) and not (tmp_path / "out").exists()
+
+
+def test_recipe_or_text(tmp_path):
+    """A .py file is a recipe if it assigns sources, and a document otherwise; flags win over what a recipe says."""
+    (tmp_path / "data_x.py").write_text("sources = [dict(source='stdlib', weight=3)]\nval_fraction = 0.2\nseed = 5\n")
+    args = prepare.parse_args([str(tmp_path / "data_x.py"), "--seed", "6"])
+    assert args.val_fraction == 0.2 and args.seed == 6 and args.recipe == [dict(source="stdlib", weight=3)]
+    assert args.out == "data/x"
+    (tmp_path / "code.py").write_text("def f(sources):\n    return sources\n")
+    assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
+    with pytest.raises(SystemExit):
+        prepare.parse_args([str(tmp_path / "data_x.py"), "stdlib"])
+    for path in (ROOT / "configs").glob("data_*.py"):
+        args = prepare.parse_args([str(path)])
+        assert all(source["source"] for source in args.recipe) and args.max_tokens > 10**9
+
+
+# ---- duplicates
+
+
+def test_seen_is_a_set(tmp_path, monkeypatch):
+    """Like a Python set of 64-bit numbers, continued from its file, up to the limit."""
+    monkeypatch.setattr(writer.Seen, "RECENT", 50)
+    keys, reference = [random.Random(2).randrange(2**64) % 700 * 2**54 for _ in range(3)], set()
+    draw = random.Random(3)
+    seen, saved = writer.Seen(tmp_path / "seen", 0, 0), [0, 0]
+    for i in range(4000):
+        key = draw.randrange(700) * (2**64 // 700) + keys[0] % 3
+        assert seen.add(key) == (key not in reference)
+        reference.add(key)
+        if i % 333 == 0:
+            saved = seen.sync()
+            seen.add(2**63 + i)  # comes after the last save: forgotten
+            seen = writer.Seen(tmp_path / "seen", *saved)
+            assert saved[0] == len(reference)
+    monkeypatch.setattr(writer.Seen, "LIMIT", len(reference))
+    assert seen.add(12345) and seen.add(12345) and seen.sync() == [len(reference), 2]
+    assert not seen.add(next(iter(reference)))
+
+
+# ---- looking at what was made
+
+
+def test_show_and_verify(tmp_path, corpus, vocabulary, capsys, monkeypatch):
+    """show prints any document, also over the ends of blocks and shards; verify finds any changed byte."""
+    out = tmp_path / "out"
+    assert run(*arguments(corpus, vocabulary, out)) == 0
+    for split in ("train", "val"):
+        texts = documents(out, split)
+        for i in (0, 1, 2, 17, len(texts) - 1):
+            capsys.readouterr()
+            assert run("show", out, "--doc", i, "--split", split) == 0
+            assert capsys.readouterr().out == texts[i] + "\n"
+        for i in (-1, len(texts)):
+            assert run("show", out, "--doc", i, "--split", split) == 2
+            assert f"It has {len(texts)}" in capsys.readouterr().err
+    assert run("verify", out) == 0 and "as it should be" in capsys.readouterr().out
+    for name in ("train_000001.bin", "val_000000.bin", "meta.json", "tokenizer.json"):
+        whole = (out / name).read_bytes()
+        at = len(whole) * 3 // 4
+        (out / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+        assert run("verify", out) == 2, name
+        assert str(out) in capsys.readouterr().err
+        (out / name).write_bytes(whole)
+    assert run("verify", out) == 0 and run("verify", tmp_path / "absent") == 2
+    assert run("show", out, "--split", "test") == 2 and "It has train, val" in capsys.readouterr().err
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["absent.txt"], "absent.txt not found"),
+    (["stdlib", "--vocab_size", "100"], "vocab_size 100 is too small"),
+    (["stdlib", "--vocab_size", "2.5"], "invalid count value: '2.5'"),
+    (["stdlib", "--vocab_size", "500", "--tokenizer", "gpt2"], "--tokenizer has its own"),
+    (["stdlib", "--tokenizer", "no_such_encoding"], "no encoding 'no_such_encoding'"),
+    (["stdlib", "--tokenizer", "no/such/file.json"], "no/such/file.json not found"),
+    (["stdlib", "--val_fraction", "1"], "--val_fraction 1.0 must be"),
+    (["stdlib", "--workers", "0"], "--workers 0 is out of range"),
+    (["stdlib", "--shard_tokens", "4e9"], "--shard_tokens 4000000000 is out of range"),
+    (["stdlib", "--max_token", "5"], "unrecognized arguments: --max_token"),
+    ([], "required: SOURCE"),
+])
+def test_mistakes_on_the_command_line(tmp_path, capsys, monkeypatch, argv, words):
+    """One message on stderr, exit code 2, nothing left in the folder."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = run(*argv, "--out", tmp_path / "out")
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr().err
+    assert code == 2 and words in said and "Traceback" not in said
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_a_bad_byte_leaves_nothing_in_the_way(tmp_path, vocabulary, capsys):
+    """Bad input stops the run; repaired, or with --errors replace, the next command goes through in the same folder."""
+    (tmp_path / "a.txt").write_bytes(prose(1, 500).encode() + b"\xff" + prose(2, 50).encode())
+    argv = [tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", vocabulary]
+    assert run(*argv) == 2 and "a.txt: byte" in capsys.readouterr().err
+    assert run(*argv, "--errors", "replace") == 0
+    assert "1 times U+FFFD" in capsys.readouterr().out and meta_of(tmp_path / "out")["sources"][0]["replaced"] == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locales of POSIX")
+def test_in_any_locale(tmp_path, vocabulary):
+    """UTF-8 is read as UTF-8 and printed as well as the terminal can, whatever the locale says."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} é漢🙂"}) + "\n" for i in range(50)))
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "cp1252", "PYTHONCOERCECLOCALE": "0"}
+    for argv in ([tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", vocabulary, "--val_fraction", "0.5"],
+                 ["show", tmp_path / "out"]):
+        done = subprocess.run([sys.executable, ROOT / "prepare.py", *argv], env=env, capture_output=True)
+        assert (done.returncode, done.stderr.count(b"Traceback")) == (0, 0), done.stderr
+    assert "é漢🙂" in documents(tmp_path / "out", "train")[0] and b"\\u6f22" in done.stdout
+
+
+def test_help_is_quick_and_names_everything():
+    """--help comes without torch, and describes every option."""
+    code = "import sys, prepare; sys.argv; print('torch' in sys.modules); prepare.main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("False") and done.returncode == 0
+    for option in (*prepare.OPTIONS, "out", "workers", "text_key", "verify data/", "show data/", "hf:NAME"):
+        assert option in done.stdout
