@@ -233,8 +233,11 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
-        """Read a file that save() wrote, or tokenizer.json of a folder."""
-        path = _file_of(path)
+        """Read a file that save() wrote, or tokenizer.json of a folder; a folder of llm.c's shards has GPT-2's."""
+        folder, path = Path(path), _file_of(path)
+        if folder.is_dir() and not path.exists() and not (folder / "meta.json").exists():
+            if any(folder.glob("*_train*.bin")):
+                return Tokenizer.from_tiktoken("gpt2")
         if not path.is_file():
             raise FileNotFoundError(f"{path} not found.\n  Data sets and checkpoints carry theirs; make one with: "
                                     "python prepare.py stdlib --out data/NAME")
@@ -279,9 +282,7 @@ class Stream:
 
     def flush(self) -> str:
         """The rest, at the end of the sample; the stream can be used again afterwards."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

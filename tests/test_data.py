@@ -262,10 +262,10 @@ def test_another_tokenizer_or_a_smaller_vocabulary_is_refused(folder):
 def test_an_id_beyond_the_vocabulary_stops_the_run_with_file_and_place(tmp_path, prefetch):
     folder = make_set(tmp_path / "set", vocab_size=300, train=[50, 50])
     meta = read_meta(folder)
-    meta["vocab_size"] = 90  # 50..99 are in the second shard
+    meta["vocab_size"] = 98  # 50..99 are in the second shard, 98 is the last that a window has
     (folder / "meta.json").write_text(json.dumps(meta))
     data = TokenData(folder, "train", seq_len=8)
-    message = r"train_000001\.bin has id 90 at token 40; the vocabulary has 90 ids"
+    message = r"train_000001\.bin has id 98 at token 48; the vocabulary has 98 ids"
     with pytest.raises(ValueError, match=message):
         batches = Batches(data, seed=0, micro_batch_size=4, batch_seqs=4, prefetch=prefetch)
         for _ in range(3):
@@ -437,6 +437,7 @@ def test_shards_are_in_natural_order_whatever_the_listing(tmp_path, monkeypatch)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(listed))
     data = TokenData(tmp_path, "train", seq_len=8)
     assert [int(data.window(i)[0]) for i in range(5)] == [0, 100, 200, 300, 400]
+    assert [shard["file"] for shard in data.meta["splits"]["train"]["shards"]] == names
 
 
 # ---- evaluation

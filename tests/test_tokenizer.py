@@ -366,6 +366,16 @@ def test_tiktokens_own_encodings_keep_their_ids(tmp_path, monkeypatch):
         Tokenizer.from_tiktoken("gtp2")
 
 
+def test_a_folder_of_llm_c_shards_has_gpt2s_tokenizer(tmp_path, monkeypatch):
+    import tiktoken.registry
+    monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": _toy_encoding})
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(b"")
+    assert Tokenizer.load(tmp_path).boundary_id == 257
+    (tmp_path / "meta.json").write_text("{}")  # a set of ours that lost its tokenizer is no such folder
+    with pytest.raises(FileNotFoundError, match="tokenizer.json not found"):
+        Tokenizer.load(tmp_path)
+
+
 def test_without_a_network_tiktokens_encodings_say_how_to_seed_the_cache(tmp_path, monkeypatch):
     import requests
     import tiktoken.registry
