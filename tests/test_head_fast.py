@@ -91,7 +91,7 @@ def test_autocast_with_fp32_masters(chunk):
     for tensor, want, other in zip((hidden, weight), wanted, others, strict=True):
         got, = torch.autograd.grad(ours, tensor, retain_graph=True)
         assert got.dtype == torch.float32
-        assert 0 < (got - want).norm() <= 1.01 * (other - want).norm()
+        assert 0.1 < (got - want).norm() / (other - want).norm() <= 1.01  # bf16 matmuls in both
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
