@@ -77,8 +77,9 @@ def test_special_tokens_may_stand_anywhere(words):
 def test_tiktokens_own_patterns_cut_alike(words):
     """Possessive quantifiers mean other things to Hugging Face's engine; written out, they cut the same pieces."""
     assert tiktoken_ext.openai_public.r50k_pat_str == hf.GPT2_PATTERN  # so `--tokenizer gpt2` is known everywhere
+    numbers = {token: words.vocab_size + i for i, token in enumerate((b"12", b"34", b"1234", b"12345", b"\n\n\n"))}
     for pattern in (hf.GPT2_PATTERN, hf.DIGITS_PATTERN, CL100K):
-        case = Tokenizer(pattern, words.ranks, words.special_ids)
+        case = Tokenizer(pattern, words.ranks | numbers, words.special_ids)
         hf.check_agreement(case, hf.tokenizer_to_hf(case))
 
 
