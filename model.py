@@ -590,9 +590,9 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
     """Continue each prompt; returns the new ids, without the stop id that ended a row.
 
     Prompts may differ in length: rows are padded on the left and the pads masked, so that a row's probabilities do not
-    depend on its neighbours (the random numbers do: one generator serves all rows).  A prompt longer than the context loses its beginning, with one warning; a row that fills the
-    context while generating drops its older half and goes on.  `on_token(row, id)` is called for every new id.
-    With and without the cache the ids are the same.
+    depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the context
+    loses its beginning, with one warning; a row that fills the context while generating drops its older half and goes
+    on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same.
     """
     limit = model.cfg.max_seq_len
     if max_new_tokens < 0:
