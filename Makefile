@@ -1,11 +1,12 @@
 # make demo   a model from nothing in minutes on a CPU: data, training, held-out score, a sample
 # make test   the whole suite on CPU
 # make lint   ruff
+# make exchange   the GGUF tests that need llama.cpp, which pip builds in about five minutes
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint exchange clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -24,6 +25,10 @@ test: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check .
+
+exchange: $(READY)
+	$(PY) -m pip install --quiet llama-cpp-python==0.3.36
+	$(PY) -m pytest tests/test_gguf.py -k llama_cpp
 
 clean:
 	rm -rf .venv data/demo out/demo
