@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from config import ConfigError, TrainConfig, load
-from device import PEAK_TFLOPS
+from device import DTYPES, PEAK_TFLOPS
 from model import INIT_STD, ModelConfig, default_chunk, flops_per_token, kv_cache_bytes_per_token, num_params
 
 GPUS = {  # name in device.PEAK_TFLOPS: memory in GB, memory bandwidth in GB/s (NVIDIA data sheets; SXM for A100, H100)
@@ -115,24 +115,22 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool) -> dict[str,
     return {"block": block, "around": norm + 4 * C + C * (cfg.dropout > 0) + ids_and_targets}
 
 
-def head_bytes(cfg: ModelConfig, n_tokens: int, low: int, *, device_type: str = "cuda",
+def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *, device_type: str = "cuda",
                chunk: int | None = None) -> dict[str, dict[str, int]]:
-    """The loss head's bytes above hidden (N, C) and weight (V, C), both fp32 and multiplied in `low` bytes.
+    """The loss head's bytes above hidden (N, C) and weight (V, C), both fp32 and multiplied in `dtype`.
 
     Ours holds dH in the matmul's format and dW in fp32 between the passes.  Its forward peak has one chunk of logits
     (its arithmetic is compiled at sizes that matter, so nothing else of that size exists), cast copies of hidden and
     weight, a chunk's dW, and 8 bytes per token of loss and scale; its backward peak has dH once more, in fp32.  A CPU
-    adds bf16 to fp32 by way of an fp32 copy, a GPU does not.
+    multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does not.
     """
-    N, V, C = n_tokens, cfg.padded_vocab_size, cfg.d_model
-    chunk = min(chunk or default_chunk(N, V, torch.bfloat16 if low == 2 else torch.float32, device_type), N)
-    cast = low < 4
+    N, V, C, low = n_tokens, cfg.padded_vocab_size, cfg.d_model, dtype.itemsize
+    chunk = min(chunk or default_chunk(N, V, dtype, device_type), N)
     saved = low * N * C + 4 * V * C
-    copies = 1 if device_type == "cpu" else 0
-    forward = saved + low * chunk * V + 8 * N
-    if cast:
-        forward += low * (N + V) * C + (N > chunk) * (low + 4 * copies) * V * C
-    backward = saved + cast * (1 + copies) * 4 * N * C
+    forward, backward = saved + low * chunk * V + 8 * N, saved
+    if low < 4:
+        forward += low * (N + V) * C + (N > chunk) * low * V * C
+        backward += (2 if device_type == "cpu" else 1) * 4 * N * C
     return {"naive": {"saved": 4 * N * V, "forward_peak": 8 * N * V, "backward_peak": 12 * N * V},
             "chunked": {"saved": saved, "forward_peak": forward, "backward_peak": backward, "chunk": chunk}}
 
@@ -202,11 +200,12 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "expected_initial_loss": math.log(cfg.vocab_size) + cfg.d_model * INIT_STD ** 2 / 2,
     }
     # bytes
-    low = 4 if train.dtype == "float32" else 2
+    dtype = DTYPES.get(train.dtype, torch.bfloat16)  # auto: as on the GPUs below
+    low = dtype.itemsize
     micro_tokens = train.micro_batch_size * train.seq_len
     acts = {name: activation_bytes(cfg, low, compiled=name == "compiled") for name in ("eager", "compiled")}
     per_token = {name: cfg.n_layers * act["block"] + act["around"] for name, act in acts.items()}
-    head = head_bytes(cfg, micro_tokens, low)
+    head = head_bytes(cfg, micro_tokens, dtype)
     state, casts = train_state_bytes(counts["total"], n_muon), n_matrix * low if low < 4 else 0
     rows = sum(n * shape[0] for shape, n in matrices.items())
     n_quantized = n_matrix + counts["embedding"]
@@ -322,7 +321,7 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
             "int4": f"{a['int4_groups']:,} groups of {INT4_GROUP}, scale and offset included"}.get(name, ""))
 
     section(f"Training memory, {train.micro_batch_size} x {train.seq_len:,} = {a['head_tokens']:,} tokens at a time, "
-            f"{'fp32' if train.dtype == 'float32' else 'bf16 on fp32 weights'}")
+            f"{'fp32' if train.dtype == 'float32' else 'bf16 or fp16 on fp32 weights'}")
     row("state between steps", size(a["train_state_bytes"]), f"{train.optimizer}; AdamW for all: "
         f"{size(a['train_state_bytes_adamw'])}")
     row("low-precision weights", size(a["weight_cast_bytes"]), "forward to backward")

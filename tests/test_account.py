@@ -203,7 +203,7 @@ def test_dropout_keeps_a_byte_per_value(monkeypatch):
 
 def test_naive_head_keeps_4_peaks_at_8_then_12_bytes_per_logit():
     N, V, C = 512, 2048, 16
-    expected = account.head_bytes(ModelConfig(vocab_size=V, d_model=C), N, 2)["naive"]
+    expected = account.head_bytes(ModelConfig(vocab_size=V, d_model=C), N, torch.bfloat16)["naive"]
     h, W = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
     targets = torch.randint(0, V, (N,))
     with LiveStorage([h, W, targets]) as live:
@@ -242,7 +242,8 @@ def test_chunked_head_takes_the_memory_it_is_said_to():
         h.grad = W.grad = None
         loss, forward_peak, saved = peak(forward)
         _, backward_peak, _ = peak(loss.backward)
-        expected = account.head_bytes(ModelConfig(vocab_size=V, d_model=C), N, 2, device_type="cpu")["chunked"]
+        cfg = ModelConfig(vocab_size=V, d_model=C)
+        expected = account.head_bytes(cfg, N, torch.bfloat16, device_type="cpu")["chunked"]
         print(json.dumps([[saved, forward_peak, saved + backward_peak],
                           [expected[k] for k in ("saved", "forward_peak", "backward_peak")]]))
     """)

@@ -133,10 +133,12 @@ def test_prompts_from_argument_file_and_stdin_are_the_same(call, seen, tmp_path)
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 96])
-def test_a_prompt_longer_than_the_context_loses_its_beginning_with_one_warning(call, seen, length, recwarn):
-    out, err = call("--prompt", "!" * (length - 1), "--special", "--max_new_tokens", "40", "--no_stop", "--ids")
+def test_a_prompt_longer_than_the_context_loses_its_beginning_with_one_warning(call, seen, run, length, recwarn):
+    tokenizer, prompt = Tokenizer.load(run / "ckpt_last"), ("1?2!3;" * 20)[:length - 1]
+    ids = [tokenizer.boundary_id, *tokenizer.encode(prompt)]
+    out, err = call("--prompt", prompt, "--max_new_tokens", "40", "--no_stop", "--ids")
     assert len(ids_of(out)[0]) == 40
-    assert len(seen[0]) == min(length, 32)
+    assert len(ids) == length and seen == [ids[-32:]]
     assert err.count("\n") == (length > 32) and (length <= 32 or f"{length} tokens" in err)
     assert not [w for w in recwarn if "context" in str(w.message)]
 
@@ -203,6 +205,7 @@ def test_the_run_folder_is_enough_wherever_it_lies_on_any_console(run, tmp_path)
     (["--num_samples", "0"], "num_samples"), (["--temperature", "-1"], "temperature"), (["--top_k", "-1"], "top_k"),
     (["--temperature", "nan"], "temperature"), (["--top_p", "1.5"], "top_p"), (["--max_new_tokens", "-1"], "max_new"),
     (["--prompt", "a", "--interactive"], "not allowed"), (["--promt", "a"], "--promt"), (["--device", "tpu"], "tpu"),
+    (["--temp", "1"], "--temp"),
     (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--dtype", "int8"], "int8")])
 def test_wrong_flags_end_with_a_message_and_no_output(call, flags, word):
     out, err = call(*flags)
