@@ -17,7 +17,7 @@ COMMANDS = {"train", "sample", "prepare", "eval", "account", "convert", "bench"}
 PARTS = {  # what each part may import of ours; commands may import any part, nobody imports a command
     "model": set(), "tokenizer": set(), "data": set(), "optim": set(), "config": set(), "device": set(),
     "parallel": set(), "checkpoint": {"model", "tokenizer"}, "metrics": {"data", "device"}, "sources": {"tokenizer"},
-    "hf": {"model", "tokenizer"},
+    "hf": {"model", "tokenizer"}, "writer": {"data", "sources", "tokenizer"}, "embeddings": set(),
 }
 FILES = sorted(ROOT.glob("*.py"))
 
