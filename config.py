@@ -263,6 +263,7 @@ class TrainConfig:
     data_dir: str = "data/stack100m"  # what prepare.py made
     out_dir: str = "out/stack100m"  # run folder: config.json, log.jsonl, loss.png, checkpoints
     init_from: str = "scratch"  # scratch, resume (continue out_dir), or a run folder whose weights to start from
+    allow_changes: bool = False  # resume although data, seq_len, seed, optimizer or architecture changed
     seed: int = 1337  # of initial weights, batch order, dropout and samples
     # batch
     seq_len: int = 2048  # tokens per sequence
@@ -283,10 +284,10 @@ class TrainConfig:
     warmup_steps: int = 500  # linear from 0
     decay_fraction: float = 0.1  # of max_steps, at the end (wsd)
     min_lr_fraction: float = 0.0  # of the peak, at the end
-    # every so many steps; 0 = never
+    # every so many steps, and at the end; 0 = never
     log_interval: int = 10
-    eval_interval: int = 500  # held-out loss; also at the end
-    save_interval: int = 1000  # ckpt_last; also at the end
+    eval_interval: int = 500  # held-out loss
+    save_interval: int = 1000  # ckpt_last; 0 = only at the end
     sample_interval: int = 2000  # a few lines of text
     eval_tokens: int = 2**20  # held-out tokens per evaluation, from the start of the split
     keep: int = 0  # numbered checkpoints kept besides last and best
@@ -316,8 +317,8 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1).")
         if self.warmup_steps > self.max_steps > 0:
-            found.append(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps}): the peak would "
-                         "never be reached. Lower it.")
+            found.append(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps}): the peak "
+                         "would never be reached. Lower it.")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             found.append(f"peak_tflops ({self.peak_tflops}) must be positive, or None.")
         return found

@@ -6,28 +6,37 @@
     python train.py configs/stack100m.py --init_from=resume                go on after a stop, exactly
     python train.py configs/x.py --init_from=out/stack100m --out_dir=out/x   finetune
 
-Ctrl-C or SIGTERM finishes the step, saves and leaves; a second one leaves at once.
+Ctrl-C or SIGTERM finishes the step, saves and leaves with exit code 0; a second one leaves at once.
+
+A run that was stopped or killed and resumed is the run that never stopped: batches, dropout and learning rate are
+functions of the position (seed, step, micro step, rank), the rest of the state is in the checkpoint, and hyper-
+parameters come from the command line again.  Steps whose gradient is not finite are skipped, by all ranks together.
 """
 
+import contextlib
 import math
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import checkpoint
 import torch
 from tqdm import tqdm
 
+import checkpoint
 from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from data import Batches, TokenData, document_ids, iterate_windows
-from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
+from device import autocast, compile_or_not, keep_freed_memory, peak_flops, pick_device, pick_dtype
 from metrics import RunLog, evaluate
 from model import GPT, ModelConfig, flops_per_token, generate, num_params
 from optim import lr_scale, make_optimizers
 from parallel import connect, disconnect, parallelize, read_ranks
 from tokenizer import Tokenizer
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on, and its settings are not to blame: exit code 1."""
 
 
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
@@ -46,19 +55,29 @@ def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
 
 
 def run(model_cfg: ModelConfig, cfg: TrainConfig):
+    """Train, and leave the process as it was found: signals, compiler, threads and files."""
+    ranks = read_ranks()
+    with contextlib.ExitStack() as at_exit:
+        train(model_cfg, cfg, ranks, at_exit)
+    disconnect(ranks)  # at a clean end only: after an exception the others may be waiting elsewhere
+
+
+def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.ExitStack):
     # 1. run folder --------------------------------------------------------------------------------------------------
     out_dir = Path(cfg.out_dir)
     resuming, finetuning = cfg.init_from == "resume", cfg.init_from not in ("resume", "scratch")
+    source = {"scratch": None, "resume": out_dir / "ckpt_last"}.get(cfg.init_from, Path(cfg.init_from))
 
     # 2. device, ranks, seeds ----------------------------------------------------------------------------------------
-    ranks = read_ranks()
     device = connect(ranks, pick_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
     main = ranks.rank == 0
     say = tqdm.write if main else (lambda *_: None)  # above the progress bar
     if device.type == "cpu":
         keep_freed_memory()
-    torch.set_float32_matmul_precision("high")  # TF32 for the fp32 matmuls that are left
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for the fp32 matmuls that are left
+    at_exit.callback(torch.compiler.set_stance, "default")
     if not cfg.compile:
         torch.compiler.set_stance("force_eager")  # blocks and loss head alike
     torch.manual_seed(cfg.seed)
@@ -66,38 +85,51 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig):
     # 3. data --------------------------------------------------------------------------------------------------------
     tokenizer = Tokenizer.load(cfg.data_dir)
     open_data = dict(seq_len=cfg.seq_len, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
-    train_data, val_data = (TokenData(cfg.data_dir, split, **open_data) for split in ("train", "val"))
+    train_data = TokenData(cfg.data_dir, "train", **open_data)
+    val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval else None
     token_bytes = tokenizer.token_bytes()
     docs_of = (lambda x: document_ids(x, tokenizer.boundary_id)) if cfg.doc_mask else (lambda x: None)
     batch_seqs = cfg.batch_tokens // cfg.seq_len
     micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.world_size)
 
     # 4. model -------------------------------------------------------------------------------------------------------
-    state = {"step": 0, "seqs_seen": 0, "best_val": math.inf, "wandb_id": None}
-    source = (out_dir / "ckpt_last" if resuming else Path(cfg.init_from)) if cfg.init_from != "scratch" else None
-    if source is not None:
-        saved = checkpoint.read_state(source)
-        saved_cfg = ModelConfig(**saved["model"])
-        if saved["tokenizer"] != tokenizer.fingerprint:
-            raise ValueError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
-                             f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
-                             f"tokens. Prepare the data with --tokenizer {source}.")
-        model_cfg = replace(saved_cfg, dropout=model_cfg.dropout) if finetuning else replace(
-            model_cfg, vocab_size=tokenizer.vocab_size)
-        if resuming:
-            refuse_changes(saved, model_cfg, cfg, train_data)
-            state |= saved["progress"]
+    state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None}
+    if main and resuming:
+        checkpoint.recover(out_dir)  # what a kill amid a save left behind
+    ranks.barrier()
+    saved = checkpoint.read_state(source) if source else None
+    if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
+        raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
+                          f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
+                          f"tokens. Prepare the data with --tokenizer {source}.")
+    if finetuning:
+        asked, model_cfg = model_cfg, replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
         if cfg.seq_len > model_cfg.max_seq_len:
             raise ConfigError(f"seq_len ({cfg.seq_len}) is more than the {model_cfg.max_seq_len} tokens of {source}. "
                               "Lower it.")
+        if other := differences(asked, model_cfg):
+            say(f"the architecture is that of {source}, not the one asked for: {other}")
     elif tokenizer.vocab_size > model_cfg.vocab_size:
         raise ConfigError(f"vocab_size ({model_cfg.vocab_size}) is less than the {tokenizer.vocab_size} ids of "
                           f"{cfg.data_dir}. Set --vocab_size={tokenizer.vocab_size}.")
-    else:
-        if tokenizer.vocab_size < model_cfg.vocab_size:
-            say(f"vocab_size {tokenizer.vocab_size}, the size of {cfg.data_dir}'s tokenizer, instead of "
-                f"{model_cfg.vocab_size}")
+    elif tokenizer.vocab_size < model_cfg.vocab_size:
+        say(f"vocab_size {tokenizer.vocab_size}, the size of {cfg.data_dir}'s tokenizer, instead of "
+            f"{model_cfg.vocab_size}")
         model_cfg = replace(model_cfg, vocab_size=tokenizer.vocab_size)
+    if resuming and not saved["train"]:
+        raise ConfigError(f"{source} holds no training run to resume. Start from its weights: --init_from={source} and "
+                          "another --out_dir.")
+    if resuming:
+        for line in compare(saved, model_cfg, cfg, train_data):
+            say(line)
+        state |= saved["progress"]
+        state["seqs_seen"] = state["seqs_seen"] * saved["train"]["seq_len"] // cfg.seq_len
+        with contextlib.suppress(FileNotFoundError):  # an evaluation after the last save may have found a better one
+            best = checkpoint.read_state(out_dir, "best")
+            state["best_val"] = best["progress"]["best_val"] if best["data"] == train_data.data_fingerprint else None
+        if state["step"] >= cfg.max_steps:
+            say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
+            return
     model = GPT(model_cfg).to(device)
     if source is not None:
         checkpoint.load_weights(model, source)
@@ -105,7 +137,7 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig):
     # 5. compile, parallelize ----------------------------------------------------------------------------------------
     if cfg.compile:
         for block in model.blocks:
-            block.compile(dynamic=False)  # one code object: compiled once, used by every layer
+            block.forward = compile_or_not(block.forward)  # one code object: compiled once, used by every layer
     replica = parallelize(model, ranks, device)  # `model` stays the bare module: evaluation, samples, checkpoints
 
     # 6. optimizer ---------------------------------------------------------------------------------------------------
@@ -116,23 +148,19 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig):
 
     # 7. resume ------------------------------------------------------------------------------------------------------
     if resuming:
-        checkpoint.load_optimizers(source, model, optimizers, scaler)
-        if saved["train"]["max_steps"] != cfg.max_steps:
-            say(f"max_steps was {saved['train']['max_steps']} and is {cfg.max_steps}: from step {state['step']} on the "
-                f"learning rate follows the new {cfg.schedule} schedule, at "
-                f"{schedule(cfg, min(state['step'], cfg.max_steps - 1)):.3g} of its peak.")
-        if state["step"] >= cfg.max_steps:
-            say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
-            disconnect(ranks)
-            return
+        without = checkpoint.load_optimizers(source, model, optimizers, scaler, strict=not cfg.allow_changes)
+        if without:
+            say(f"{len(without)} parameters start without optimizer state")
     elif main:
         checkpoint.start_fresh(out_dir)
     ranks.barrier()
     if main:
         out_dir.mkdir(parents=True, exist_ok=True)
         save_json(out_dir / "config.json", (model_cfg, cfg))
+    stop = at_exit.enter_context(StopSignal(launched=ranks.world_size > 1))
     log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main, run_id=state["wandb_id"],
                  wandb_project=cfg.wandb_project, config=to_dict((model_cfg, cfg)))
+    at_exit.callback(log.close)
     state["wandb_id"] = log.run_id
     counts, flops = num_params(model_cfg), flops_per_token(model_cfg, cfg.seq_len)["causal"]
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype)
@@ -142,55 +170,64 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig):
         f"{cfg.batch_tokens:,} a step = {ranks.world_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
 
     # 8. loop --------------------------------------------------------------------------------------------------------
-    stop = StopSignal()
     batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, batch_seqs=batch_seqs,
                       rank=ranks.rank, world_size=ranks.world_size, start_seq=state["seqs_seen"], device=device)
+    at_exit.callback(batches.close)
+    first_step, saved_step = state["step"], state["step"] if resuming else None
 
-    def save(name: str):
-        if main:
-            checkpoint.save(out_dir, name, model=model, optimizers=optimizers, scaler=scaler, tokenizer=tokenizer,
-                            model_cfg=model_cfg, train_cfg=cfg, keep=cfg.keep,
-                            state=dict(progress=state, data=train_data.data_fingerprint))
+    def save(name: str, final: bool = False):
+        """Rank 0 writes a checkpoint.  What does not fit on the disk now may fit the next time; the last one must."""
+        nonlocal saved_step
+        try:
+            if main:
+                checkpoint.save(out_dir, name, model=model, optimizers=optimizers, scaler=scaler, tokenizer=tokenizer,
+                                model_cfg=model_cfg, train_cfg=cfg, keep=cfg.keep,
+                                state=dict(progress=state, data=train_data.data_fingerprint))
+            if name == "ckpt_last":
+                saved_step = state["step"]
+        except OSError as error:
+            if final:
+                raise RunFailed(error) from error
+            say(f"{error}\n  Training goes on and tries again the next time.")
 
     def held_out():
-        n_windows = max(cfg.eval_tokens // cfg.seq_len, 1)
-        windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=n_windows, rank=ranks.rank,
-                                  world_size=ranks.world_size)
-        return evaluate(model, windows, token_bytes, device=device, dtype=dtype, ranks=ranks,
-                        boundary_id=tokenizer.boundary_id if cfg.doc_mask else None)
+        windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=max(cfg.eval_tokens // cfg.seq_len, 1),
+                                  rank=ranks.rank, world_size=ranks.world_size)
+        return evaluate(model, stop.cut_short(windows), token_bytes, device=device, dtype=dtype, ranks=ranks,
+                        rows=cfg.micro_batch_size, boundary_id=tokenizer.boundary_id if cfg.doc_mask else None)
 
     bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
                disable=None if main else True)  # None: only on a terminal
-    first_step, saved_step, bad_steps = state["step"], state["step"] if resuming else -1, 0
+    at_exit.callback(bar.close)
     clock, clock_steps, wait = 0.0, 0, 0.0  # seconds and steps since the last log line, without evaluation and saving
     while True:
         step = state["step"]
         last, leaving = step == cfg.max_steps, ranks.any(stop.asked, device)
-        ran = step > first_step
-        # save before evaluating: a failure there must not cost the weights
-        if last or leaving or (ran and due(step, cfg.save_interval)):
+        # save before evaluating: a failure there must not cost the weights.  Not amid bad steps: they may be to blame
+        if last or leaving or due(step, cfg.save_interval) and not state["bad_steps"]:
             if step != saved_step:
-                save("ckpt_last")
-                saved_step = step
-        if leaving and not last:
-            say(f"stopped at step {step}; go on with --init_from=resume")
-            break
-        if last or (ran and due(step, cfg.eval_interval)):
+                save("ckpt_last", final=last or leaving)
+        if not leaving and cfg.eval_interval and (last or due(step, cfg.eval_interval)):
             held = held_out()
-            log.write(step=step, val_loss=held["loss"], val_bpb=held["bpb"], val_tokens=held["tokens"])
-            log.plot()
-            say(f"step {step:>6}/{cfg.max_steps} | held out: loss {held['loss']:.4f} | ppl {held['ppl']:.2f} | "
-                f"{held['bpb']:.4f} bits per byte")
-            if held["loss"] < state["best_val"]:  # false for NaN
-                state["best_val"] = held["loss"]
-                save("ckpt_best")
-        if main and (last or ran and due(step, cfg.sample_interval)) and cfg.sample_interval:
-            with autocast(device, dtype):
+            leaving = ranks.any(stop.asked, device)  # then it has not seen all windows
+            if not leaving:
+                log.write(step=step, val_loss=held["loss"], val_bpb=held["bpb"], val_tokens=held["tokens"])
+                say(f"step {step:>6}/{cfg.max_steps} | held out: loss {held['loss']:.4f} | ppl {held['ppl']:.2f} | "
+                    f"{held['bpb']:.4f} bits per byte")
+                if held["loss"] < (math.inf if state["best_val"] is None else state["best_val"]):  # false for NaN
+                    state["best_val"] = held["loss"]
+                    save("ckpt_best")
+        if main and not leaving and cfg.sample_interval and (last or due(step, cfg.sample_interval)):
+            with log.forgive("a sample"), autocast(device, dtype):
                 ids = generate(model, [[tokenizer.boundary_id]], max_new_tokens=min(128, model_cfg.max_seq_len),
                                temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
-            log.write(step=step, sample=tokenizer.decode(ids))
-            say(f"--- sample at step {step}\n{tokenizer.decode(ids)}\n---")
-        if last:
+                log.write(step=step, sample=tokenizer.decode(ids))
+                say(f"--- sample at step {step}\n{tokenizer.decode(ids)}\n---")
+        if leaving:
+            if step != saved_step:  # asked to stop during the evaluation
+                save("ckpt_last", final=True)
+            say(f"stopped at step {step} of {cfg.max_steps}; go on with --init_from=resume")
+        if last or leaving:
             break
 
         started = time.perf_counter()
@@ -225,44 +262,41 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig):
             torch._foreach_mul_(grads, correction * clip)
             for optimizer in optimizers:
                 scaler.step(optimizer)
-            bad_steps = 0
+            state["bad_steps"] = 0
         else:  # decided by all ranks alike: DDP has spread the inf
-            bad_steps += 1
-            say(f"step {step}: the gradient is not finite; the step is skipped ({bad_steps} in a row)")
+            state["bad_steps"] += 1
+            say(f"step {step}: the gradient is not finite; the step is skipped ({state['bad_steps']} in a row)")
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         state["step"] += 1
         state["seqs_seen"] += batch_seqs
-        if bad_steps >= cfg.max_bad_steps:
-            raise FloatingPointError(
-                f"{bad_steps} steps in a row had a gradient that is not finite. The last good checkpoint is "
-                f"{out_dir / 'ckpt_last'} (step {saved_step}). Resume from it with lower learning rates or in float32.")
-        if step > first_step:  # the first step compiles and warms up
-            clock, clock_steps, wait = clock + time.perf_counter() - started, clock_steps + 1, wait + waited
+        if state["bad_steps"] >= cfg.max_bad_steps:
+            good = "No checkpoint was saved before." if saved_step is None else (
+                f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saved_step}).")
+            raise RunFailed(f"{state['bad_steps']} steps in a row had a gradient that is not finite.\n  {good} Resume "
+                            "with lower learning rates or --dtype=float32.")
+        clock, clock_steps, wait = clock + time.perf_counter() - started, clock_steps + 1, wait + waited
         bar.update()
-        if clock_steps and (due(state["step"], cfg.log_interval) or state["step"] == cfg.max_steps):
+        if cfg.log_interval and (due(state["step"], cfg.log_interval) or state["step"] == cfg.max_steps):
             loss = (totals[0] / totals[1]).item()
-            step_s, tok_per_s = clock / clock_steps, clock_steps * cfg.batch_tokens / clock
+            tok_per_s = clock_steps * cfg.batch_tokens / clock
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
             log.write(step=state["step"], loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
-                      tok_per_s=round(tok_per_s), step_ms=step_s * 1e3, mfu=mfu, data_wait=wait / clock,
+                      tok_per_s=round(tok_per_s), step_ms=clock / clock_steps * 1e3, mfu=mfu, data_wait=wait / clock,
                       tokens=state["seqs_seen"] * cfg.seq_len)
             bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s")
             if bar.disable:
                 say(f"step {state['step']:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
                     f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'}")
             clock, clock_steps, wait = 0.0, 0, 0.0
-
-    # 9. close -------------------------------------------------------------------------------------------------------
-    bar.close()
-    batches.close()
-    log.close()
-    disconnect(ranks)
+        elif step == first_step:  # it compiles and warms up: no part of the average
+            clock, clock_steps, wait = 0.0, 0, 0.0
+    # 9. close: at_exit draws the curve, closes the log, ends the threads and gives the signals back ------------------
 
 
 def due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
+    return interval > 0 and step > 0 and step % interval == 0
 
 
 def schedule(cfg: TrainConfig, step: int) -> float:
@@ -270,38 +304,91 @@ def schedule(cfg: TrainConfig, step: int) -> float:
                     decay_fraction=cfg.decay_fraction, min_lr_fraction=cfg.min_lr_fraction)
 
 
-def refuse_changes(saved: dict, model_cfg: ModelConfig, cfg: TrainConfig, data: TokenData):
-    """A resumed run is the same run: its architecture, data, sequence length, seed and optimizer do not change."""
-    now = to_dict((model_cfg, cfg)) | {"data": data.data_fingerprint}
-    before = {**saved["model"], **saved["train"], "data": saved["data"]}
-    fixed = [*saved["model"], "data", "seq_len", "seed", "optimizer"]
-    changed = [f"{key} was {before[key]!r} and is {now[key]!r}" for key in fixed
-               if key != "dropout" and now[key] != before[key]]
-    if changed:
-        raise ConfigError(f"{cfg.out_dir} cannot be resumed: {'; '.join(changed)}. Set them back, or start from its "
-                          f"weights with --init_from={cfg.out_dir} and another --out_dir.")
+# What resuming with another value gives up.  The architecture is refused likewise; other settings may change freely.
+GIVES_UP = {
+    "data": "the position is one in the new data, and what was seen of it is unknown",
+    "seq_len": "windows begin elsewhere, so that this epoch repeats some tokens and leaves out others",
+    "seed": "the order changes, so that this epoch repeats some tokens and leaves out others",
+    "optimizer": "parameters that change hands lose their moments",
+}
+
+
+def differences(before, now) -> str:
+    """'name old -> new' for each field of two dataclasses or keys of two dicts that differ."""
+    before, now = (x if isinstance(x, dict) else asdict(x) for x in (before, now))
+    return ", ".join(f"{key} {before[key]!r} -> {now[key]!r}" for key in now
+                     if key in before and before[key] != now[key])
+
+
+def compare(saved: dict, model_cfg: ModelConfig, cfg: TrainConfig, data: TokenData) -> list[str]:
+    """What a resumed run does differently from the saved one, for people to read; refuses what would not be the same
+    run, unless that is allowed."""
+    old_cfg = replace(cfg, **{k: v for k, v in saved["train"].items() if k in asdict(cfg)})
+    old_model = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
+    before, now = asdict(old_cfg) | {"data": saved["data"][:12]}, asdict(cfg) | {"data": data.data_fingerprint[:12]}
+    lost = [f"{key} {before[key]!r} -> {now[key]!r}: {why}" for key, why in GIVES_UP.items() if before[key] != now[key]]
+    if architecture := differences(old_model, model_cfg):
+        lost.append(f"{architecture}: the weights were trained otherwise, and other shapes do not fit at all")
+    if lost and not cfg.allow_changes:
+        raise ConfigError(f"{cfg.out_dir} cannot be resumed as it was saved:\n  " + "\n  ".join(lost) + "\n  Set them "
+                          f"back (python train.py {cfg.out_dir}/config.json --init_from=resume), accept this with "
+                          f"--allow_changes, or start from its weights with --init_from={cfg.out_dir} and another "
+                          "--out_dir.")
+    lines = [f"resumed with {line}" for line in lost]
+    ignored = {"init_from", "out_dir", "data_dir", "allow_changes", *GIVES_UP}
+    if free := differences({k: v for k, v in before.items() if k not in ignored}, now):
+        lines.append(f"changed since the checkpoint: {free}")
+    shape = ("max_steps", "schedule", "warmup_steps", "decay_fraction", "min_lr_fraction")
+    if any(before[key] != now[key] for key in shape):
+        step = saved["progress"]["step"]
+        lines.append(f"from step {step} on the learning rate follows the new schedule, {cfg.schedule} over "
+                     f"{cfg.max_steps} steps: {schedule(cfg, step):.3g} of its peak here, where the old one had "
+                     f"{schedule(old_cfg, step):.3g}")
+    return lines
 
 
 class StopSignal:
-    """SIGINT or SIGTERM: the loop leaves after the step it is in.  Twice: at once."""
+    """SIGINT or SIGTERM: the loop leaves after the step it is in.  A second one ends the process at once.
 
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
+    launched: by torchrun, which passes signals on, so that one may come twice, and kills what stays for 30 seconds.
+    """
 
-    def _receive(self, number, frame):
-        if self.asked:
-            sys.exit(128 + number)
+    def __init__(self, launched: bool = False):
+        self.asked, self.launched, self.before = False, launched, {}
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def receive(self, number, frame):
         self.asked = True
+        if not self.launched:
+            for n in self.before:
+                signal.signal(n, signal.SIG_DFL)  # needs no Python to run, so that it also ends a step that hangs
+
+    def cut_short(self, windows):
+        """At least one of the windows, and no more once asked to stop."""
+        for window in windows:
+            yield window
+            if self.asked:
+                return
 
 
 def main():
     try:
         run(*load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__, check=check))
-    except (ConfigError, ValueError, OSError, FloatingPointError) as error:
+    except RunFailed as error:
         print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+        sys.exit(1)
+    except (ValueError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:  # before the first step there is nothing to save
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,354 @@
+"""Whatever ends a run, the resumed one is the run that never ended: stops, kills, full disks, changed settings."""
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+import time
+
+import pytest
+import runs
+import torch
+
+import checkpoint
+import train
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return runs.make_data(tmp_path_factory.mktemp("text") / "data")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact resume
+
+
+def stop_at(monkeypatch, *steps):
+    """A SIGTERM to this process during each of these steps."""
+    runs.at(monkeypatch, lambda step: step + 1 in steps and os.kill(os.getpid(), signal.SIGTERM))
+
+
+SETUPS = {
+    "muon": {},
+    "adamw": dict(optimizer="adamw", schedule="cosine", grad_clip=0.3),
+    "accumulation": dict(micro_batch_size=1, doc_mask=False),
+    "dropout": dict(dropout=0.2, tie_embeddings=False),
+    "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, dropout=0.1),
+    "fp16": dict(dtype="float16"),
+    "bf16": dict(dtype="bfloat16"),
+    "epochs": dict(),  # 160 sequences of a data set of 62
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_20_steps_are_7_and_6_and_7(data, tmp_path, monkeypatch, setup):
+    """Weights, moments, scaler, log lines, batches, best and evaluations are those of the straight run, to the bit."""
+    if setup == "epochs":
+        data = runs.make_data(tmp_path / "data", train_tokens=2000)
+    changes = SETUPS[setup] | dict(max_steps=20, eval_interval=7, eval_tokens=256, warmup_steps=3)
+    batches = runs.spy_batches(monkeypatch)
+    straight = runs.run(data, tmp_path / "straight", **changes)
+    expected = batches.copy()
+    del batches[:]
+    for init_from, stop in (("scratch", 7), ("resume", 13), ("resume", None)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, stop)
+            runs.run(data, tmp_path / "parts", init_from=init_from, **changes)
+        assert runs.progress(tmp_path / "parts")["step"] == (stop or 20)
+    assert batches == expected
+    runs.assert_same_checkpoint(straight, tmp_path / "parts")
+    runs.assert_same_checkpoint(straight, tmp_path / "parts", "ckpt_best")
+    assert runs.log(straight) == runs.log(tmp_path / "parts")
+
+
+def test_dropout_depends_on_the_position_alone(data, tmp_path, monkeypatch):
+    """Random numbers drawn by anything else between steps change nothing."""
+    runs.at(monkeypatch, lambda step: None)
+    one = runs.log(runs.run(data, tmp_path / "one", dropout=0.3, max_steps=3))
+    runs.at(monkeypatch, lambda step: torch.rand(step + 1) is None)
+    assert runs.log(runs.run(data, tmp_path / "two", dropout=0.3, max_steps=3)) == one
+
+
+def test_a_finished_run_has_nothing_to_do(data, tmp_path, capsys):
+    """Resuming it says so, changes no file and succeeds; with a longer horizon it goes on."""
+    out = runs.run(data, tmp_path / "run", max_steps=3, eval_interval=1)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    for max_steps in (3, 2):
+        runs.run(data, out, max_steps=max_steps, eval_interval=1, init_from="resume")
+        assert f"nothing to do: {out / 'ckpt_last'} is at step 3 of {max_steps}" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+    runs.run(data, out, max_steps=4, eval_interval=1, init_from="resume")
+    assert [line["step"] for line in runs.log(out, key="loss")] == [1, 2, 3, 4]
+
+
+def test_a_new_horizon(data, tmp_path, capsys):
+    """The rate is the new schedule's at the resumed step, and the run says what that means."""
+    out = runs.run(data, tmp_path / "run", max_steps=10, schedule="cosine", adamw_lr=1e-3)
+    runs.run(data, out, max_steps=20, schedule="cosine", adamw_lr=1e-3, init_from="resume")
+    at_10 = (1 + math.cos(math.pi * 8 / 18)) / 2
+    assert runs.log(out)[10]["lr"] == pytest.approx(at_10 * 1e-3)
+    told = capsys.readouterr().out
+    assert "changed since the checkpoint: max_steps 10 -> 20" in told
+    assert f"cosine over 20 steps: {at_10:.3g} of its peak here, where the old one had 0" in told
+
+
+def test_hyper_parameters_come_from_the_command_line(data, tmp_path, monkeypatch, capsys):
+    """Moments are the checkpoint's; rates, decay, betas and batch size are this command's, and the change is told.
+    A step of another size goes on behind the sequences that were seen."""
+    out = runs.run(data, tmp_path / "run", max_steps=2)
+    kept, make = [], train.make_optimizers
+
+    def keep(*args, **kwargs):
+        kept.append(make(*args, **kwargs))
+        return kept[-1]
+    monkeypatch.setattr(train, "make_optimizers", keep)
+    batches = runs.spy_batches(monkeypatch)
+    runs.run(data, out, max_steps=3, adamw_lr=5e-4, muon_lr=1e-3, weight_decay=0.3, beta2=0.9, batch_tokens=128,
+             init_from="resume", decay_fraction=0)
+    groups = [group for optimizer in kept[0] for group in optimizer.param_groups]
+    assert [(g["peak_lr"], g["lr"], g["weight_decay"]) for g in groups] == [
+        (1e-3, 1e-3, 0.3), (5e-4, 5e-4, 0.3), (5e-4, 5e-4, 0.0)]
+    assert groups[1]["betas"] == (0.9, 0.9)
+    assert "adamw_lr 0.003 -> 0.0005" in (told := capsys.readouterr().out) and "batch_tokens 256 -> 128" in told
+    assert runs.progress(out)["seqs_seen"] == 2 * 8 + 4
+    resumed = batches[:2]
+    del batches[:]
+    runs.run(data, tmp_path / "straight", max_steps=3, batch_tokens=256)
+    assert resumed == batches[8:10]
+
+
+CHANGES = {
+    "seq_len": (dict(seq_len=16), "seq_len 32 -> 16: windows begin elsewhere"),
+    "seed": (dict(seed=7), "seed 1337 -> 7: the order changes"),
+    "optimizer": (dict(optimizer="adamw"), "optimizer 'muon' -> 'adamw': parameters that change hands"),
+    "rope_theta": (dict(rope_theta=5e4), "rope_theta 10000.0 -> 50000.0: the weights were trained otherwise"),
+    "n_layers": (dict(n_layers=3), "n_layers 2 -> 3"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_another_run_is_refused(data, tmp_path, capsys, change):
+    """Refused with the difference, before anything is touched; --allow_changes goes on and says what it gives up,
+    except where weights do not fit."""
+    changes, told = CHANGES[change]
+    out = runs.run(data, tmp_path / "run", max_steps=2)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    with pytest.raises(ValueError) as refusal:
+        runs.run(data, out, max_steps=4, init_from="resume", **changes)
+    assert told in str(refusal.value) and "--allow_changes" in str(refusal.value)
+    allow = dict(max_steps=4, init_from="resume", allow_changes=True, **changes)
+    if change == "n_layers":
+        with pytest.raises(ValueError, match="blocks.2.*|missing"):
+            runs.run(data, out, **allow)
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+    if change != "n_layers":
+        runs.run(data, out, **allow)
+        assert f"resumed with {told}" in (said := capsys.readouterr().out)
+        assert ("start without optimizer state" in said) == (change == "optimizer")
+        state = runs.progress(out)
+        assert state["step"] == 4 and state["seqs_seen"] == (64 if change == "seq_len" else 32)
+
+
+def test_other_data_is_refused(data, tmp_path, capsys):
+    """The same tokenizer over other text is other data; best starts anew on it."""
+    other = tmp_path / "data"
+    other.mkdir()
+    meta = json.loads((data / "meta.json").read_text())
+    for name in ("tokenizer.json", "train_000000.bin", "val_000000.bin"):
+        (other / name).write_bytes((data / name).read_bytes())
+    meta["data_fingerprint"] = "f" * 64
+    (other / "meta.json").write_text(json.dumps(meta))
+    out = runs.run(data, tmp_path / "run", max_steps=2, eval_interval=2)
+    with pytest.raises(ValueError, match=r"data '\w{12}' -> 'ffffffffffff': the position is one in the new data"):
+        runs.run(other, out, max_steps=4, init_from="resume")
+    runs.run(other, out, max_steps=4, init_from="resume", allow_changes=True)
+    moved = tmp_path / "moved"
+    data_again = data.rename(moved)  # the same data elsewhere is the same data
+    try:
+        runs.run(moved, tmp_path / "run2", max_steps=1)
+        runs.run(moved, tmp_path / "run2", max_steps=2, init_from="resume")
+    finally:
+        data_again.rename(data)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals and kills, on real processes
+
+
+def slow_steps():
+    """In the process: a fifth of a second a step, and a line on stdout at the start of each."""
+    schedule = train.schedule
+
+    def slow(cfg, step):
+        print(f"at {step}", flush=True)
+        time.sleep(0.2)
+        return schedule(cfg, step)
+    train.schedule = slow
+
+
+def endless_step():
+    schedule = train.schedule
+
+    def slow(cfg, step):
+        print(f"at {step}", flush=True)
+        time.sleep(60 if step == 1 else 0)
+        return schedule(cfg, step)
+    train.schedule = slow
+
+
+def wait_for(path, text, timeout=60):
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if path.exists() and text in path.read_text():
+            return
+        time.sleep(0.002)
+    raise TimeoutError(f"{path} never said {text!r}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves(data, tmp_path, number):
+    """The step is finished, saved and left with exit code 0; resuming ends where the straight run does."""
+    configs = runs.settings(data, tmp_path / "run", max_steps=100)
+    process = runs.start(configs, tmp_path / "output", prepare=slow_steps)
+    wait_for(tmp_path / "output", "at 2")
+    os.kill(process.pid, number)
+    asked = time.monotonic()
+    assert runs.finish(process) == [0]
+    assert time.monotonic() - asked < 5
+    step = runs.progress(tmp_path / "run")["step"]
+    output = (tmp_path / "output").read_text()
+    assert step == 3 and f"stopped at step {step} of 100" in output and "Traceback" not in output
+    if number == signal.SIGTERM:
+        same = dict(max_steps=5, decay_fraction=0)
+        runs.run(data, tmp_path / "run", init_from="resume", **same)
+        runs.run(data, tmp_path / "straight", **same)
+        assert runs.log(tmp_path / "run", key="loss") == runs.log(tmp_path / "straight", key="loss")
+
+
+def test_a_second_signal_leaves_at_once(data, tmp_path):
+    """Also amid a step that takes long; what was saved before is intact."""
+    process = runs.start(runs.settings(data, tmp_path / "run", save_interval=1), tmp_path / "output",
+                         prepare=endless_step)
+    wait_for(tmp_path / "output", "at 1")
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(1)
+    assert process.exitcode is None
+    os.kill(process.pid, signal.SIGTERM)
+    asked = time.monotonic()
+    assert runs.finish(process) == [-signal.SIGTERM] and time.monotonic() - asked < 5
+    assert runs.progress(tmp_path / "run")["step"] == 1
+
+
+def test_a_signal_amid_an_evaluation(data, tmp_path, monkeypatch):
+    """The evaluation is cut short and not logged, the weights are saved; the resumed run evaluates at that step."""
+    real, windows = train.iterate_windows, []
+
+    def signalled(*args, **kwargs):
+        for i, window in enumerate(real(*args, **kwargs)):
+            if i == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            windows.append(i)
+            yield window
+    monkeypatch.setattr(train, "iterate_windows", signalled)
+    out = runs.run(data, tmp_path / "run", eval_interval=2)
+    assert windows == [0, 1] and runs.progress(out)["step"] == 2 and runs.log(out, key="val_loss") == []
+    monkeypatch.undo()
+    runs.run(data, out, eval_interval=2, init_from="resume")
+    assert runs.log(out) == runs.log(runs.run(data, tmp_path / "straight", eval_interval=2))
+
+
+def kill_and_resume(data, folder, kills: int, rng, **changes) -> dict:
+    """SIGKILL a run that saves every step at random moments until `kills`, resuming each time; then let it finish.
+
+    Returns what was seen; raises AssertionError where a resumed run did not start from a complete checkpoint.
+    """
+    configs = runs.settings(data, folder / "run", save_interval=1, eval_interval=5, keep=2, **changes)
+    out, seen = folder / "run", {"kills": 0, "amid a save": 0, "steps lost": 0, "starts": 0}
+    lower = 0  # a step that was saved once is never lost
+    while True:
+        flags = ["--init_from=resume"] if out.joinpath("ckpt_last").exists() or list(out.glob("ckpt_last.*")) else []
+        output = folder / f"output.{seen['starts']}"
+        process = runs.start(configs, output, *flags)
+        seen["starts"] += 1
+        if seen["kills"] < kills:
+            wait_for(output, f"step {lower + rng.randint(1, 8):>6}/")
+            time.sleep(rng.uniform(0, 0.05))
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL, output.read_text()
+            seen["kills"] += 1
+            seen["amid a save"] += bool([*out.glob("*.new"), *out.glob("*.old")])
+            if out.exists() and (flags or list(out.glob("ckpt_last*"))):
+                step = checkpoint.read_state(out, "last")["progress"]["step"]
+                assert step >= lower
+                logged = [line["step"] for line in runs.log(out, key="loss")]
+                seen["steps lost"] += max(logged[-1] - step, 0) if logged else 0
+                lower = step
+        else:
+            assert runs.finish(process, timeout=120) == [0], output.read_text()
+            break
+    return seen
+
+
+def test_sigkill_at_random_moments(data, tmp_path):
+    """A run that saves every step and is killed 5 times ends as the straight run, and leaves nothing else behind."""
+    seen = kill_and_resume(data, tmp_path, 5, random.Random(3), max_steps=80)
+    assert seen["kills"] == 5 and seen["steps lost"] <= 5
+    same = dict(max_steps=80, save_interval=1, eval_interval=5, keep=2)
+    straight = runs.run(data, tmp_path / "straight", **same)
+    runs.assert_same_checkpoint(straight, tmp_path / "run")
+    assert runs.log(straight) == runs.log(tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(p.name for p in straight.iterdir())
+
+
+def test_rest_of_a_cut_off_save_is_cleared_at_the_start(data, tmp_path, monkeypatch):
+    """Half-written folders go when the run is resumed, not only at its next save."""
+    out = runs.run(data, tmp_path / "run", max_steps=2)
+    for rest in ("ckpt_last.new", "ckpt_best.new"):
+        (out / rest).mkdir()
+        (out / rest / "model.safetensors").write_bytes(b"half")
+    left = []
+    runs.at(monkeypatch, lambda step: left.extend(p.name for p in out.glob("*.new")))
+    runs.run(data, out, max_steps=3, init_from="resume")
+    assert left == [] and runs.progress(out)["step"] == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disks
+
+
+def small_files():
+    """In the process: no file may grow beyond 100 kB, as on a disk that is full; writes fail half way."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def test_no_room_for_the_last_checkpoint(data, tmp_path):
+    """Exit code 1 and a message with the place; the checkpoint before it still loads, and with room the run ends."""
+    out = runs.run(data, tmp_path / "run", max_steps=2)
+    configs = runs.settings(data, out, max_steps=6, save_interval=2)
+    process = runs.start(configs, tmp_path / "output", "--init_from=resume", prepare=small_files)
+    assert runs.finish(process) == [1]
+    output = (tmp_path / "output").read_text()
+    assert "tries again the next time" in output and output.count("could not be saved") == 2
+    assert "Traceback" not in output and runs.progress(out)["step"] == 2
+    runs.run(data, out, max_steps=6, init_from="resume")
+    assert [line["step"] for line in runs.log(out, key="loss")] == list(range(1, 7))
+
+
+def test_a_flipped_byte(data, tmp_path, capsys, monkeypatch):
+    """Damaged weights are refused with the file's name and exit code 2, and nothing is overwritten."""
+    out = runs.run(data, tmp_path / "run", max_steps=2)
+    file = out / "ckpt_last" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    configs = runs.settings(data, out, init_from="resume", max_steps=4)
+    monkeypatch.setattr(train, "load", lambda *args, **kwargs: configs)
+    with pytest.raises(SystemExit) as exit_code:
+        train.main()
+    error = capsys.readouterr().err
+    assert exit_code.value.code == 2 and str(file) in error and "damaged" in error and "Traceback" not in error
+    assert file.read_bytes() == content and len(runs.log(out)) == 2

@@ -1,0 +1,407 @@
+"""A run from data to checkpoint: what it leaves behind, that its numbers are right, that settings do what they say."""
+
+import json
+import math
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import checkpoint
+import train
+from config import TrainConfig, load
+from data import TokenData, document_ids
+from metrics import evaluate
+from model import GPT, ModelConfig
+from tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return runs.make_data(tmp_path_factory.mktemp("text") / "data")
+
+
+@pytest.fixture(scope="session")
+def plain(data, tmp_path_factory):
+    """One ordinary run: 12 steps, evaluated and sampled on the way, with dropout."""
+    return runs.run(data, tmp_path_factory.mktemp("plain") / "run", max_steps=12, eval_interval=5, sample_interval=6,
+                    save_interval=4, dropout=0.1, keep=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves behind
+
+
+def test_log(plain):
+    """A line per logged step and per evaluation, with the keys other programs rely on."""
+    lines = runs.log(plain, timings=True)
+    steps, evaluations = ([line for line in lines if key in line] for key in ("loss", "val_loss"))
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    for line in steps:
+        assert {"step", "loss", "lr", "grad_norm", "tok_per_s", "step_ms", "mfu"} <= line.keys()
+        assert line["mfu"] is None and line["tok_per_s"] > 0 and line["step_ms"] > 0  # a CPU's peak is not known
+        assert line["tokens"] == line["step"] * 256
+    assert [line["step"] for line in evaluations] == [5, 10, 12]  # and at the end
+    assert all(line["val_bpb"] > 0 for line in evaluations)
+    assert [line["step"] for line in lines if "sample" in line] == [6, 12]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3 and steps[0]["loss"] == pytest.approx(math.log(320), abs=0.2)
+
+
+def test_files(plain):
+    """config.json repeats the run, the curve is a picture, and nothing temporary is left."""
+    assert sorted(p.name for p in plain.iterdir()) == [
+        "ckpt_best", "ckpt_last", "ckpt_step_0000008", "ckpt_step_0000012", "config.json", "log.jsonl", "loss.png"]
+    assert (plain / "loss.png").read_bytes().startswith(b"\x89PNG")
+    model_cfg, cfg = load((ModelConfig, TrainConfig), [str(plain / "config.json")])
+    assert (model_cfg.d_model, cfg.batch_tokens, cfg.out_dir) == (32, 256, str(plain))
+
+
+def test_the_checkpoint_has_the_logged_loss(plain, data):
+    """Loading ckpt_last and evaluating in other batches gives the last line's loss and bits per byte."""
+    model, tokenizer, state = checkpoint.load_model(plain)
+    assert state["progress"]["step"] == 12 and tokenizer.fingerprint == Tokenizer.load(data).fingerprint
+    windows = train.iterate_windows(TokenData(data, "val", seq_len=32), 5, max_windows=1024 // 32)
+    got = evaluate(model, windows, tokenizer.token_bytes(), device=torch.device("cpu"),
+                   boundary_id=tokenizer.boundary_id)
+    last = runs.log(plain, key="val_loss")[-1]
+    assert (got["loss"], got["bpb"]) == (pytest.approx(last["val_loss"], rel=1e-6),
+                                         pytest.approx(last["val_bpb"], rel=1e-6))
+    assert got["tokens"] == last["val_tokens"] == 1024
+
+
+def test_same_seed_same_run(plain, data, tmp_path):
+    """Losses repeat to the bit, dropout included; another seed gives another run."""
+    again = dict(max_steps=5, warmup_steps=2, dropout=0.1, schedule="wsd", decay_fraction=0)
+    first, second, other = (runs.log(runs.run(data, tmp_path / str(i), seed=seed, **again))
+                            for i, seed in enumerate((1337, 1337, 1338)))
+    assert first == second != other
+    assert [a["loss"] == b["loss"] for a, b in zip(first, other, strict=True)] == [False] * 5
+    assert first == runs.log(plain, key="loss")[:5]  # evaluations, samples and saves between do not disturb: F64
+
+
+def test_process_is_left_as_it_was(data, tmp_path, monkeypatch):
+    """Signals, compiler stance and threads are given back, at the end and after an error; the model trains on."""
+    def state():
+        return (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), torch.get_float32_matmul_precision(),
+                torch._dynamo.eval_frame._stance.stance, {t.name for t in threading.enumerate()})
+    before = state()
+    runs.run(data, tmp_path / "a", max_steps=2)
+    assert state() == before
+    monkeypatch.setattr(train, "evaluate", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.run(data, tmp_path / "b", max_steps=2, eval_interval=1)
+    assert state() == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+def step_by_hand(data, model_cfg, cfg, batch, mask=lambda y: y):
+    """Loss and gradient norm of one batch of sequences in one pass: mean over the valid tokens, with PyTorch's loss."""
+    torch.manual_seed(cfg.seed)
+    model, boundary = GPT(model_cfg), Tokenizer.load(data).boundary_id
+    x, y = batch[:, :-1], mask(batch[:, 1:])
+    h = model.hidden(x, docs=document_ids(x, boundary) if cfg.doc_mask else None)
+    logits = model.logits(h).flatten(0, 1)
+    valid = y.flatten() != -100
+    loss = F.cross_entropy(logits, y.flatten()) + cfg.z_loss * logits[valid].logsumexp(-1).square().mean()
+    loss.backward()
+    return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_accumulation_does_not_matter(data, tmp_path, monkeypatch, masked):
+    """8, 4, 2 or 1 micro batches give one gradient, that of the mean over all valid tokens, however uneven."""
+    def mask(y):  # whole rows and single targets, so that micro batches hold from 0 to all of their tokens
+        y = torch.where(y % 3 == 0, -100, y)
+        return torch.where(y[:, :1] % 2 == 0, -100, y)
+    if masked:
+        runs.spy_batches(monkeypatch, lambda x, y: (x, mask(y)))
+    got = [runs.log(runs.run(data, tmp_path / str(b), micro_batch_size=b, max_steps=3, grad_clip=0.1))
+           for b in (1, 2, 4, 8)]
+    for lines in got[1:]:
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in lines] == pytest.approx([line[key] for line in got[0]], rel=2e-5)
+    configs = runs.settings(data, tmp_path, grad_clip=0.1)
+    train_data = TokenData(data, "train", seq_len=32)
+    batch = torch.stack([torch.from_numpy(train_data.window(i)) for i in train_data.order(0, 1337)[:8]])
+    loss, norm = step_by_hand(data, *configs, batch, mask if masked else lambda y: y)
+    assert got[0][0]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert got[0][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_clipping_and_learning_rates(data, tmp_path):
+    """The norm logged is the one before clipping; the rate logged is the schedule's; AdamW alone works too."""
+    a = runs.log(runs.run(data, tmp_path / "a", optimizer="adamw", grad_clip=0.01, max_steps=10, adamw_lr=1e-3))
+    b = runs.log(runs.run(data, tmp_path / "b", optimizer="adamw", grad_clip=0, max_steps=10, adamw_lr=1e-3))
+    assert a[0]["grad_norm"] == b[0]["grad_norm"] > 0.1
+    assert a[5]["loss"] != b[5]["loss"]
+    assert [line["lr"] for line in a] == pytest.approx([5e-4] + [1e-3] * 8 + [1e-3 * (1 - math.sqrt(0))])
+    assert a[-1]["lr_scale"] == 1.0  # the last of 10 steps is where the decay of the last 10 % begins
+
+
+def test_fp16_scaler(data, tmp_path, monkeypatch, capsys):
+    """float16 trains with a loss scale: an overflow skips the step, halves the scale and trains on."""
+    seen = []
+    real = torch.amp.GradScaler
+
+    class Scaler(real):
+        def __init__(self, device, enabled):
+            super().__init__(device, init_scale=2.0**24, enabled=enabled)  # of a loss of 6, far above 65504
+
+        def update(self):
+            super().update()
+            seen.append(self.get_scale())
+    monkeypatch.setattr(torch.amp, "GradScaler", Scaler)
+    out = runs.run(data, tmp_path / "run", dtype="float16", max_steps=14)
+    lines = runs.log(out)
+    skipped = [line["step"] for line in lines if line["grad_norm"] is None]
+    assert 0 < len(skipped) < 14 and skipped == list(range(1, len(skipped) + 1))
+    assert seen[:len(skipped)] == [2.0**(23 - i) for i in range(len(skipped))] and seen[-1] == seen[len(skipped)]
+    assert lines[-1]["loss"] < lines[0]["loss"] and [line["step"] for line in lines] == list(range(1, 15))
+    assert capsys.readouterr().out.count("the step is skipped") == len(skipped)
+    saved = torch.load(out / "ckpt_last" / "optim.pt", weights_only=True)["scaler"]
+    assert saved["scale"] == seen[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving, best, bad numbers
+
+
+def test_saved_before_the_last_evaluation(data, tmp_path, monkeypatch):
+    """With intervals longer than the run, and an evaluation that dies, the trained weights are on disk: F36."""
+    monkeypatch.setattr(train, "evaluate", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.run(data, tmp_path / "run", max_steps=3, eval_interval=1000, save_interval=1000)
+    assert runs.progress(tmp_path / "run")["step"] == 3
+    checkpoint.load_model(tmp_path / "run")
+
+
+def test_a_failing_sample_costs_the_sample(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "generate", lambda *args, **kwargs: 1 / 0)
+    with pytest.warns(UserWarning, match="a sample failed") as caught:
+        out = runs.run(data, tmp_path / "run", max_steps=4, sample_interval=2)
+    assert len(caught) == 1 and runs.progress(out)["step"] == 4
+
+
+def scripted(values):
+    """An evaluate that finds these losses in turn."""
+    left = list(values)
+    return lambda *args, **kwargs: {"loss": left.pop(0), "ppl": 1.0, "bpb": 1.0, "tokens": 1, "bytes": 1}
+
+
+def test_best(data, tmp_path, monkeypatch):
+    """best is the lowest held-out loss; NaN never is, neither first nor later; a resumed run knows the old one."""
+    nan = math.nan
+    monkeypatch.setattr(train, "evaluate", scripted([nan, 3.0, nan, 2.5, 2.7, 2.6]))
+    out = runs.run(data, tmp_path / "run", max_steps=6, eval_interval=1)
+    assert (runs.progress(out, "ckpt_best")["step"], runs.progress(out, "ckpt_best")["best_val"]) == (4, 2.5)
+    assert [line["val_loss"] for line in runs.log(out, key="val_loss")] == [None, 3.0, None, 2.5, 2.7, 2.6]
+    monkeypatch.setattr(train, "evaluate", scripted([2.6, 2.55, 2.4, 2.9]))  # made again at 6, then 7, 8, 9
+    runs.run(data, out, max_steps=9, eval_interval=1, init_from="resume")
+    assert (runs.progress(out, "ckpt_best")["step"], runs.progress(out, "ckpt_best")["best_val"]) == (8, 2.4)
+
+
+def test_best_found_after_the_last_save(data, tmp_path, monkeypatch):
+    """A run that died between an evaluation and the next save does not forget the best it had found."""
+    monkeypatch.setattr(train, "evaluate", scripted([3.0, 2.0]))
+    monkeypatch.setattr(train.RunLog, "close", lambda log: None)
+
+    def die(step):
+        if step == 5:
+            raise KeyboardInterrupt
+        return False
+    runs.at(monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(data, tmp_path / "run", eval_interval=2, save_interval=3)
+    assert runs.progress(tmp_path / "run")["step"] == 3 and runs.progress(tmp_path / "run")["best_val"] == 3.0
+    monkeypatch.undo()
+    monkeypatch.setattr(train, "evaluate", scripted([2.5, 2.1]))
+    runs.run(data, tmp_path / "run", eval_interval=2, save_interval=3, init_from="resume")
+    assert runs.progress(tmp_path / "run", "ckpt_best")["best_val"] == 2.0
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_bad_gradient_is_skipped(data, tmp_path, monkeypatch, optimizer):
+    """One step with an inf changes neither weights nor moments, is told, is null in the log, and training goes on."""
+    runs.at(monkeypatch, lambda step: step == 3)
+    out = runs.run(data, tmp_path / "run", max_steps=4, save_interval=3, keep=9, optimizer=optimizer)
+    before, after = (load_file(out / name / "model.safetensors") for name in ("ckpt_step_0000003", "ckpt_last"))
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    before, after = (torch.load(out / name / "optim.pt", weights_only=True)["optimizers"]
+                     for name in ("ckpt_step_0000003", "ckpt_last"))
+    assert all(torch.equal(v, after[k]["state"][n]) for k, e in before.items() for n, v in e["state"].items())
+    assert [line["grad_norm"] is None for line in runs.log(out)] == [False, False, False, True]
+    assert runs.progress(out)["bad_steps"] == 1
+    monkeypatch.undo()
+    runs.run(data, out, max_steps=6, init_from="resume", optimizer=optimizer)
+    assert runs.progress(out)["bad_steps"] == 0 and runs.log(out)[-1]["grad_norm"] > 0
+
+
+def test_giving_up(data, tmp_path, monkeypatch, capsys):
+    """After max_bad_steps in a row the run ends with exit code 1 and names the last good checkpoint, which still is:
+    amid bad steps nothing is saved over it."""
+    runs.at(monkeypatch, lambda step: step >= 4)
+    configs = runs.settings(data, tmp_path / "run", max_steps=20, save_interval=1, max_bad_steps=3)
+    monkeypatch.setattr(train, "load", lambda *args, **kwargs: configs)
+    with pytest.raises(SystemExit) as exit_code:
+        train.main()
+    error = capsys.readouterr().err
+    assert exit_code.value.code == 1 and "3 steps in a row" in error and "Traceback" not in error
+    assert f"{tmp_path / 'run' / 'ckpt_last'} (step 4)" in error
+    assert runs.progress(tmp_path / "run") == {**runs.progress(tmp_path / "run"), "step": 4, "bad_steps": 0}
+
+
+def test_giving_up_before_the_first_save(data, tmp_path, monkeypatch):
+    runs.at(monkeypatch, lambda step: True)
+    with pytest.raises(train.RunFailed, match="No checkpoint was saved"):
+        runs.run(data, tmp_path / "run", max_steps=20, max_bad_steps=2)
+
+
+@pytest.mark.parametrize("fails", [{3}, {6}])
+def test_full_disk_while_saving(data, tmp_path, monkeypatch, capsys, fails):
+    """A save that fails on the way is told and tried again at the next interval; the last one failing is exit 1."""
+    real = torch.save
+
+    def save(what, path):
+        if step[0] in fails:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(what, path)
+    monkeypatch.setattr(torch, "save", save)
+    step = [0]
+    runs.at(monkeypatch, lambda s: step.__setitem__(0, s + 1))
+    configs = runs.settings(data, tmp_path / "run", save_interval=3)
+    if fails == {6}:
+        monkeypatch.setattr(train, "load", lambda *args, **kwargs: configs)
+        with pytest.raises(SystemExit) as exit_code:
+            train.main()
+        assert exit_code.value.code == 1 and "No space left" in capsys.readouterr().err
+    else:
+        train.run(*configs)
+        assert "No space left on device" in (told := capsys.readouterr().out) and "tries again" in told
+    assert runs.progress(tmp_path / "run")["step"] == (3 if fails == {6} else 6)
+    checkpoint.load_model(tmp_path / "run")
+    assert list((tmp_path / "run").glob("*.new")) == list((tmp_path / "run").glob("*.old")) == []
+
+
+def test_a_new_run_keeps_the_old_checkpoints(data, tmp_path):
+    """Training from scratch into a used folder moves what was there aside, best included."""
+    for seed in (1, 2):
+        out = runs.run(data, tmp_path / "run", max_steps=2, eval_interval=1, seed=seed)
+    assert sorted(p.name for p in (out / "previous").iterdir()) == ["ckpt_best", "ckpt_last"]
+    assert [line["step"] for line in runs.log(out, key="loss")] == [1, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+@pytest.mark.parametrize("off", ["log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
+                                 "warmup_steps", "weight_decay", "z_loss", "decay_fraction", "seed", "keep"])
+def test_zero_is_off(data, tmp_path, off):
+    """0 switches off, and divides nothing: F05.  Only the last checkpoint is written whatever save_interval says."""
+    on = dict(log_interval=1, eval_interval=1, sample_interval=1, save_interval=1, max_steps=2, eval_tokens=64)
+    out = runs.run(data, tmp_path / "run", **{**on, off: 0})
+    kinds = {"log_interval": "loss", "eval_interval": "val_loss", "sample_interval": "sample"}
+    assert {name for name, key in kinds.items() if not runs.log(out, key=key)} == {off} & kinds.keys()
+    assert runs.progress(out)["step"] == 2
+    assert (out / "ckpt_best").exists() == (off != "eval_interval")
+
+
+def test_no_held_out_text_needed_when_never_evaluated(tmp_path):
+    """eval_interval=0 trains on a data set whose held-out split is too short for one window; else it is refused."""
+    short = runs.make_data(tmp_path / "data", val_tokens=10)
+    runs.run(short, tmp_path / "run", max_steps=1)
+    with pytest.raises(ValueError, match="'val'.*has 10 tokens"):
+        runs.run(short, tmp_path / "run", max_steps=1, eval_interval=1)
+
+
+def test_user_errors(data, tmp_path, capsys, monkeypatch):
+    """Exit code 2, one message on stderr, no traceback: a wrong flag, missing data, an impossible batch."""
+    small = [f"--{k}={v}" for c in runs.settings(data, tmp_path / "run") for k, v in vars(c).items()]
+    for flags, message in ((["--max_step=3"], "max_steps"), ([*small, "--data_dir=nowhere"], "nowhere"),
+                           ([*small, "--batch_tokens=100"], "64 or 128"),
+                           ([*small, "--seq_len=64", "--batch_tokens=512"], "max_seq_len (32)"),
+                           ([*small, "--init_from=nowhere"], "nowhere"), ([*small, "--init_from=resume"], "ckpt_last"),
+                           ([*small, "--device=cuda:9"], "cuda:9"), ([*small, "--vocab_size=300"], "--vocab_size=320"),
+                           ([*small, f"--out_dir={__file__}/run"], "Not a directory")):
+        monkeypatch.setattr("sys.argv", ["train.py", *flags])
+        with pytest.raises(SystemExit) as exit_code:
+            train.main()
+        error = capsys.readouterr().err
+        assert exit_code.value.code == 2 and message in error and "Traceback" not in error, error
+
+
+def test_vocabulary_follows_the_tokenizer(data, tmp_path, capsys):
+    """A larger vocab_size than the tokenizer has is lowered to it, and said."""
+    out = runs.run(data, tmp_path / "run", max_steps=1, vocab_size=32768)
+    assert "vocab_size 320" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 320
+
+
+def test_finetune(plain, data, tmp_path, capsys):
+    """init_from=RUN starts a run of its own from another's weights, architecture included, and leaves that alone."""
+    before = {p: p.stat().st_mtime_ns for p in plain.rglob("*")}
+    out = runs.run(data, tmp_path / "run", init_from=str(plain), n_layers=5, dropout=0.0, max_steps=2, eval_interval=1)
+    assert "n_layers 5 -> 2" in capsys.readouterr().out
+    assert [line["step"] for line in runs.log(out, key="loss")] == [1, 2]
+    assert runs.log(out, key="val_loss")[0]["val_loss"] < runs.log(plain, key="val_loss")[0]["val_loss"]
+    assert {p: p.stat().st_mtime_ns for p in plain.rglob("*")} == before
+    best = runs.run(data, tmp_path / "best", init_from=str(plain / "ckpt_best"), max_steps=1)  # any checkpoint will do
+    assert runs.progress(best)["step"] == 1
+
+
+def test_finetune_needs_the_tokenizer(plain, tmp_path):
+    """Rows of another tokenizer would mean other tokens: refused, naming both and what to do."""
+    other = runs.make_data(tmp_path / "data", vocab_size=310)
+    for init_from, out in ((str(plain), tmp_path / "run"), ("resume", plain)):
+        with pytest.raises(ValueError, match="another tokenizer.*--tokenizer"):
+            runs.run(other, out, init_from=init_from, max_steps=20, vocab_size=320, allow_changes=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiling
+
+
+def test_compiled(data, tmp_path, monkeypatch):
+    """Compiled and plain training agree; all layers share one graph for training and one for evaluation, and nothing
+    is compiled again by evaluations, samples, a last partial batch or later steps."""
+    stats, compiled_at = torch._dynamo.utils.counters["stats"], {}
+    runs.at(monkeypatch, lambda step: compiled_at.__setitem__(step, stats["unique_graphs"]))
+    start = stats["unique_graphs"]
+    same = dict(max_steps=8, eval_interval=2, sample_interval=2, n_layers=3, eval_tokens=7 * 32, save_interval=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "nothing is compiled")
+        fast = runs.log(runs.run(data, tmp_path / "fast", compile=True, **same))
+    seen = [compiled_at[1] - start, compiled_at[3] - start, stats["unique_graphs"] - start]
+    plain = runs.log(runs.run(data, tmp_path / "plain", **same))
+    for key in ("loss", "grad_norm", "val_loss"):
+        one, two = ([line[key] for line in lines if key in line] for lines in (fast, plain))
+        assert one[:2] == pytest.approx(two[:2], rel=1e-4) and one == pytest.approx(two, rel=1e-2)
+    assert seen == [1, 2, 2]
+
+
+def without_compiler():
+    """In a process of its own: a machine without a C++ compiler, and with nothing compiled earlier."""
+    import os
+    os.environ["PATH"], os.environ["CXX"] = "", "no-such-compiler"
+
+
+def test_without_a_compiler(data, tmp_path):
+    """No C++ compiler: one warning, and the run trains plainly to its end, evaluation and samples included: F63."""
+    configs = runs.settings(data, tmp_path / "run", compile=True, n_layers=3, eval_interval=3, sample_interval=3)
+    process = runs.start(configs, tmp_path / "output", prepare=without_compiler,
+                         env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert runs.finish(process) == [0]
+    output = (tmp_path / "output").read_text()
+    assert output.count("nothing is compiled") == 1 and "Traceback" not in output
+    plain = runs.log(runs.run(data, tmp_path / "plain", n_layers=3, eval_interval=3, sample_interval=3))
+    assert runs.log(tmp_path / "run") == plain
