@@ -44,9 +44,14 @@ def read_ranks() -> Ranks:
 
 def connect(ranks: Ranks, device: torch.device) -> torch.device:
     """Join the process group (nccl on CUDA, gloo elsewhere); returns this rank's device."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", ranks.local_rank)
+    if device.type == "cuda" and device.index is not None and ranks.world_size > 1:
+        raise ValueError(f"device is {device}, but each of the {ranks.world_size} ranks needs a GPU of its own. "
+                         "Say --device=cuda.")
     if device.type == "cuda":
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise ValueError(f"there is no GPU for local rank {ranks.local_rank}: PyTorch sees "
+                             f"{torch.cuda.device_count()} here. Lower --nproc_per_node, or say --device=cpu.")
+        device = device if device.index is not None else torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
     if ranks.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
