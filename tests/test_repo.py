@@ -65,7 +65,7 @@ def test_configs_load_and_say_what_they_cost(path):
         assert "prepare.py" in head
         return
     config.load((model.ModelConfig, config.TrainConfig), [str(path)])
-    assert re.search(r"python train\.py configs/" + path.name, path.read_text(encoding="utf-8"))
+    assert re.search(r"train\.py configs/" + path.name, path.read_text(encoding="utf-8"))
 
 
 def test_every_setting_is_read():

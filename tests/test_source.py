@@ -33,8 +33,8 @@ def test_share_of_the_table_at_1b():
 
 
 def test_share_of_the_table_when_untied():
-    """Untied, the table is paid for twice: Llama-3-8B spends 13.1 % on both, and GPT-2's tie saves 23.7 % of what
-    it would be untied (31 % of what it is)."""
+    """Untied, the table is paid for twice: Llama-3-8B spends 13.1 % on both, and GPT-2's tie saves 23.7 % of what it
+    would be untied (31 % of what it is)."""
     counts = num_params(ModelConfig(**LLAMA_8B))
     assert (counts["embedding"] + counts["head"]) / counts["total"] == pytest.approx(0.1308, abs=1e-4)
     gpt2, table = 124_439_808, 50_257 * 768
@@ -42,7 +42,7 @@ def test_share_of_the_table_when_untied():
 
 
 def test_logits_against_the_training_state():
-    """The three logit tensors (10.7 GB at 32,768 tokens) are 10.6 times bf16 weights with fp32 AdamW moments, not eight;
+    """The three logit tensors (10.7 GB at 32,768 tokens) are 10.6 times bf16 weights and fp32 AdamW moments;
     8.4 times is the state of fp32 weights and gradients with Muon and AdamW.  Nor do all three live at once."""
     logits = (2 + 4 + 4) * 32_768 * 32_768
     total = num_params(ModelConfig())["total"]
