@@ -17,6 +17,7 @@ import contextlib
 import math
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     dtype = pick_dtype(cfg.dtype, device)
     main = ranks.rank == 0
     say = tqdm.write if main else (lambda *_: None)  # above the progress bar
+    tqdm.set_lock(threading.RLock())  # its own is for several processes, and is reported as leaked after a kill
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":

@@ -47,7 +47,7 @@ def test_20_steps_are_7_and_6_and_7(data, tmp_path, monkeypatch, setup):
     """Weights, moments, scaler, log lines, batches, best and evaluations are those of the straight run, to the bit."""
     if setup == "epochs":
         data = runs.make_data(tmp_path / "data", train_tokens=2000)
-    changes = SETUPS[setup] | dict(max_steps=20, eval_interval=7, eval_tokens=256, warmup_steps=3)
+    changes = SETUPS[setup] | dict(max_steps=20, eval_interval=7, sample_interval=13, eval_tokens=256, warmup_steps=3)
     batches = runs.spy_batches(monkeypatch)
     straight = runs.run(data, tmp_path / "straight", **changes)
     expected = batches.copy()
@@ -64,9 +64,11 @@ def test_20_steps_are_7_and_6_and_7(data, tmp_path, monkeypatch, setup):
 
 
 def test_dropout_depends_on_the_position_alone(data, tmp_path, monkeypatch):
-    """Random numbers drawn by anything else between steps change nothing."""
-    runs.at(monkeypatch, lambda step: None)
+    """Random numbers drawn by anything else between steps change nothing; every micro step has a seed of its own."""
+    seeds, manual_seed = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or manual_seed(seed))
     one = runs.log(runs.run(data, tmp_path / "one", dropout=0.3, max_steps=3))
+    assert len(set(seeds)) == len(seeds) == 1 + 3 * 4
     runs.at(monkeypatch, lambda step: torch.rand(step + 1) is None)
     assert runs.log(runs.run(data, tmp_path / "two", dropout=0.3, max_steps=3)) == one
 

@@ -200,10 +200,10 @@ def scripted(values):
 def test_best(data, tmp_path, monkeypatch):
     """best is the lowest held-out loss; NaN never is, neither first nor later; a resumed run knows the old one."""
     nan = math.nan
-    monkeypatch.setattr(train, "evaluate", scripted([nan, 3.0, nan, 2.5, 2.7, 2.6]))
+    monkeypatch.setattr(train, "evaluate", scripted([nan, 3.0, 2.5, nan, 2.7, 2.6]))
     out = runs.run(data, tmp_path / "run", max_steps=6, eval_interval=1)
-    assert (runs.progress(out, "ckpt_best")["step"], runs.progress(out, "ckpt_best")["best_val"]) == (4, 2.5)
-    assert [line["val_loss"] for line in runs.log(out, key="val_loss")] == [None, 3.0, None, 2.5, 2.7, 2.6]
+    assert (runs.progress(out, "ckpt_best")["step"], runs.progress(out, "ckpt_best")["best_val"]) == (3, 2.5)
+    assert [line["val_loss"] for line in runs.log(out, key="val_loss")] == [None, 3.0, 2.5, None, 2.7, 2.6]
     monkeypatch.setattr(train, "evaluate", scripted([2.6, 2.55, 2.4, 2.9]))  # made again at 6, then 7, 8, 9
     runs.run(data, out, max_steps=9, eval_interval=1, init_from="resume")
     assert (runs.progress(out, "ckpt_best")["step"], runs.progress(out, "ckpt_best")["best_val"]) == (8, 2.4)
