@@ -99,7 +99,7 @@ def default_chunk(n_tokens: int, vocab: int, dtype: torch.dtype, device_type: st
     """Tokens per chunk: as many as keep one chunk of logits within CHUNK_BYTES, evened out over the chunks.
 
     Small chunks keep the logits in cache while they are turned into gradients but add a pass over the weight gradient
-    each; large ones feed the matmuls better.  README "Benchmarks" has the measured table behind the byte counts.
+    each; large ones feed the matmuls better.  README has the measured table behind the byte counts.
     """
     budget = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     largest = max(budget // (vocab * dtype.itemsize), 16)
