@@ -13,8 +13,8 @@ demo: $(READY)
 	$(PY) prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
 	$(PY) train.py configs/demo.py
 	$(PY) eval.py out/demo
-	@echo; echo '$$ python sample.py out/demo --prompt "def read_"'
-	@$(PY) sample.py out/demo --prompt "def read_" --max_new_tokens 200 --temperature 0.7 --seed 1
+	@echo; echo '$$ python sample.py out/demo --prompt "    def read"'
+	@$(PY) sample.py out/demo --prompt "    def read" --max_new_tokens 150 --temperature 0.9 --top_p 0.9 --seed 4
 	@echo; echo "The loss curve is out/demo/loss.png. Try next:"
 	@echo '  $(PY) sample.py out/demo --interactive'
 	@echo '  $(PY) eval.py out/demo --embeddings'

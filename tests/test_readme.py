@@ -47,7 +47,7 @@ def test_quick_start(copy):
         outputs = {argv[1]: run(argv, copy) for argv in commands("quick-start")}
         assert list(outputs) == ["prepare.py", "train.py", "eval.py", "sample.py"]
         assert "bits per byte" in outputs["eval.py"]
-        assert outputs["sample.py"].startswith("def read_")
+        assert outputs["sample.py"].startswith("    def read")
         assert (copy / "out/demo/loss.png").stat().st_size > 1000
 
 
