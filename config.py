@@ -289,7 +289,7 @@ class TrainConfig:
     eval_interval: int = 500  # held-out loss
     save_interval: int = 1000  # ckpt_last; 0 = only at the end
     sample_interval: int = 2000  # a few lines of text
-    eval_tokens: int = 2**20  # held-out tokens per evaluation, from the start of the split
+    eval_tokens: int = 2**20  # held-out tokens per evaluation, spread evenly over the split
     keep: int = 0  # numbered checkpoints kept besides last and best
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N, mps

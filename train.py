@@ -6,7 +6,7 @@
     python train.py configs/stack100m.py --init_from=resume                go on after a stop, exactly
     python train.py configs/x.py --init_from=out/stack100m --out_dir=out/x   finetune
 
-Ctrl-C or SIGTERM finishes the step, saves and leaves with exit code 0; a second one leaves at once.
+Ctrl-C, SIGTERM or a lost terminal finishes the step, saves and leaves with exit code 0; a second one leaves at once.
 
 A run that was stopped or killed and resumed is the run that never stopped: batches, dropout and learning rate are
 functions of the position (seed, step, micro step, rank), the rest of the state is in the checkpoint, and hyper-
@@ -73,7 +73,12 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     device = connect(ranks, pick_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
     main = ranks.rank == 0
-    say = tqdm.write if main else (lambda *_: None)  # above the progress bar
+
+    def say(text):
+        """Print above the progress bar.  Nobody may be there to read it: a closed pipe or terminal stops no run."""
+        if main:
+            with contextlib.suppress(OSError):
+                tqdm.write(text)
     tqdm.set_lock(threading.RLock())  # its own is for several processes, and is reported as leaked after a kill
     if device.type == "cpu":
         keep_freed_memory()
@@ -150,8 +155,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
 
     # 7. resume ------------------------------------------------------------------------------------------------------
     if resuming:
-        without = checkpoint.load_optimizers(source, model, optimizers, scaler, strict=not cfg.allow_changes)
-        if without:
+        if without := checkpoint.load_optimizers(source, model, optimizers, scaler, strict=not cfg.allow_changes):
             say(f"{len(without)} parameters start without optimizer state")
     elif main:
         checkpoint.start_fresh(out_dir)
@@ -201,14 +205,13 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
                disable=None if main else True)  # None: only on a terminal
     at_exit.callback(bar.close)
-    clock, clock_steps, wait = 0.0, 0, 0.0  # seconds and steps since the last log line, without evaluation and saving
+    clock, clock_steps, wait = 0.0, 0, 0.0  # since the last log line: seconds of steps, steps, seconds without data
     while True:
         step = state["step"]
         last, leaving = step == cfg.max_steps, ranks.any(stop.asked, device)
         # save before evaluating: a failure there must not cost the weights.  Not amid bad steps: they may be to blame
-        if last or leaving or due(step, cfg.save_interval) and not state["bad_steps"]:
-            if step != saved_step:
-                save("ckpt_last", final=last or leaving)
+        if step != saved_step and (last or leaving or due(step, cfg.save_interval) and not state["bad_steps"]):
+            save("ckpt_last", final=last or leaving)
         if not leaving and cfg.eval_interval and (last or due(step, cfg.eval_interval)):
             held = held_out()
             leaving = ranks.any(stop.asked, device)  # then it has not seen all windows
@@ -223,8 +226,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             with log.forgive("a sample"), autocast(device, dtype):
                 ids = generate(model, [[tokenizer.boundary_id]], max_new_tokens=min(128, model_cfg.max_seq_len),
                                temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
-                log.write(step=step, sample=tokenizer.decode(ids))
-                say(f"--- sample at step {step}\n{tokenizer.decode(ids)}\n---")
+                text = tokenizer.decode(ids)
+                log.write(step=step, sample=text)
+                text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # it may be anything
+                say(f"--- sample at step {step}\n{text}\n---")
         if leaving:
             if step != saved_step:  # asked to stop during the evaluation
                 save("ckpt_last", final=True)
@@ -238,11 +243,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * scale
         totals = torch.zeros(2, device=device)  # nats, valid tokens
-        waited = 0.0
         for micro_step in range(micro_steps):
             fetching = time.perf_counter()
             x, y = next(batches)  # (b, T) each
-            waited += time.perf_counter() - fetching
+            wait += time.perf_counter() - fetching
             if model_cfg.dropout:  # randomness as a function of the position, so that a resumed run draws the same
                 torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.rank)) % 2**63)
             if ranks.world_size > 1:  # set before the forward, where DDP reads it: gradients travel once a step
@@ -278,7 +282,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                 f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saved_step}).")
             raise RunFailed(f"{state['bad_steps']} steps in a row had a gradient that is not finite.\n  {good} Resume "
                             "with lower learning rates or --dtype=float32.")
-        clock, clock_steps, wait = clock + time.perf_counter() - started, clock_steps + 1, wait + waited
+        clock, clock_steps = clock + time.perf_counter() - started, clock_steps + 1
         bar.update()
         if cfg.log_interval and (due(state["step"], cfg.log_interval) or state["step"] == cfg.max_steps):
             loss = (totals[0] / totals[1]).item()
@@ -350,7 +354,7 @@ def compare(saved: dict, model_cfg: ModelConfig, cfg: TrainConfig, data: TokenDa
 
 
 class StopSignal:
-    """SIGINT or SIGTERM: the loop leaves after the step it is in.  A second one ends the process at once.
+    """SIGINT, SIGTERM or SIGHUP: the loop leaves after the step it is in.  A second one ends the process at once.
 
     launched: by torchrun, which passes signals on, so that one may come twice, and kills what stays for 30 seconds.
     """
@@ -359,7 +363,10 @@ class StopSignal:
         self.asked, self.launched, self.before = False, launched, {}
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self.receive) for number in numbers}
         return self
 
     def __exit__(self, *_):
@@ -381,14 +388,12 @@ class StopSignal:
 
 
 def main():
+    sys.stdout.reconfigure(errors="replace")  # samples, on a console that cannot show them
     try:
         run(*load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__, check=check))
-    except RunFailed as error:
+    except (RunFailed, ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(1)
-    except (ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, RunFailed) else 2)
     except KeyboardInterrupt:  # before the first step there is nothing to save
         sys.exit(130)
 

@@ -209,7 +209,7 @@ def wait_for(path, text, timeout=60):
     raise TimeoutError(f"{path} never said {text!r}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_leaves(data, tmp_path, number):
     """The step is finished, saved and left with exit code 0; resuming ends where the straight run does."""
     configs = runs.settings(data, tmp_path / "run", max_steps=100)

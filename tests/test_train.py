@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -12,13 +13,14 @@ import runs
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from test_metrics import FakeWandb
 
 import checkpoint
 import train
 from config import TrainConfig, load
 from data import TokenData, document_ids
 from metrics import evaluate
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, flops_per_token
 from tokenizer import Tokenizer
 
 
@@ -88,9 +90,11 @@ def test_same_seed_same_run(plain, data, tmp_path):
 def test_process_is_left_as_it_was(data, tmp_path, monkeypatch):
     """Signals, compiler stance and threads are given back, at the end and after an error; the model trains on."""
     def state():
-        return (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), torch.get_float32_matmul_precision(),
-                torch._dynamo.eval_frame._stance.stance, {t.name for t in threading.enumerate()})
+        return (torch._dynamo.eval_frame._stance.stance, torch.get_float32_matmul_precision(),
+                [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+                [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")])
     before = state()
+    assert before[0] == "default" and before[3] == []
     runs.run(data, tmp_path / "a", max_steps=2)
     assert state() == before
     monkeypatch.setattr(train, "evaluate", lambda *args, **kwargs: 1 / 0)
@@ -302,6 +306,51 @@ def test_a_new_run_keeps_the_old_checkpoints(data, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
+
+
+def test_mfu(data, tmp_path):
+    """Where the peak is known or given: FLOPs of a token, attention included, times tokens a second, over the peak."""
+    out = runs.run(data, tmp_path / "run", max_steps=2, peak_tflops=0.5)
+    flops = flops_per_token(runs.settings(data, out)[0], 32)["causal"]
+    for line in runs.log(out, timings=True):
+        assert line["mfu"] == pytest.approx(flops * line["tok_per_s"] / 0.5e12, rel=1e-3)
+        assert line["tok_per_s"] == pytest.approx(256e3 / line["step_ms"], rel=1e-3)
+
+
+def test_wandb(data, tmp_path, monkeypatch):
+    """A run tells wandb what it logs, and goes on in the same wandb run when resumed; a service that fails is left."""
+    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    for init_from, max_steps in (("scratch", 2), ("resume", 3)):
+        out = runs.run(data, tmp_path / "run", max_steps=max_steps, init_from=init_from, wandb_project="p")
+        wandb.util.generate_id = lambda: "another"
+    assert [kwargs["id"] for name, _, kwargs in wandb.calls if name == "init"] == ["abc123", "abc123"]
+    assert [kwargs["step"] for name, _, kwargs in wandb.calls if name == "log"] == [1, 2, 3]
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("log", "finish"))
+    with pytest.warns(UserWarning, match="wandb failed"):
+        runs.run(data, out, max_steps=4, init_from="resume", wandb_project="p")
+    assert [line["step"] for line in runs.log(out)] == [1, 2, 3, 4]
+
+
+def test_nobody_reads(data, tmp_path, monkeypatch):
+    """A closed pipe or terminal does not stop a run."""
+    def closed(text):
+        raise BrokenPipeError
+    monkeypatch.setattr(train.tqdm, "write", closed)
+    assert runs.progress(runs.run(data, tmp_path / "run", max_steps=2, eval_interval=1, sample_interval=1))["step"] == 2
+
+
+def test_any_console(data, tmp_path):
+    """Samples of an untrained model are any bytes; what a console cannot show, or would obey, is replaced."""
+    process = runs.start(runs.settings(data, tmp_path / "run", sample_interval=1), tmp_path / "output",
+                         prepare=ascii_console)
+    assert runs.finish(process) == [0]
+    output = (tmp_path / "output").read_text(encoding="ascii")
+    assert output.count("--- sample") == 6 and "a sample failed" not in output
+    assert all(c.isprintable() or c in "\n\t" for c in output)
+
+
+def ascii_console():
+    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="ascii")
 
 
 @pytest.mark.parametrize("off", ["log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
