@@ -56,6 +56,7 @@ UNKNOWN = 2**60  # bytes of a source, where only the far end knows
 SHORT_VAL = 8192  # tokens; below it the summary suggests more
 ANEW = "\n  Copy the set again, or delete it and make it anew."
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
+OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -141,7 +142,7 @@ def read_recipe(path: str, known: set):
     try:
         names = runpy.run_path(path)
     except Exception as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}.\n  A recipe is assignments: sources = [...]") from None
+        raise ValueError(f"{path}: {type(error).__name__}: {error}.\n  A recipe assigns sources and options.") from None
     names = {key: value for key, value in names.items()
              if not key.startswith("_") and not callable(value) and type(value) is not type(os)}
     sources, source_keys = names.pop("sources"), {field.name for field in fields(Source)}
@@ -163,7 +164,6 @@ def read_recipe(path: str, known: set):
 
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
-    from data import write_meta
     from writer import clean, fresh, locked, start
     job.sources = [Source(**{"text_key": job.text_key, **source}) for source in job.recipe]
     command = {"sources": [source.identity for source in job.sources],
@@ -187,9 +187,10 @@ def make(job):
                 encode(job, tokenizer, state)
             splits = {name: split["shards"] for name, split in state["splits"].items() if split["shards"]}
             if len(splits) < 1 + bool(job.val_fraction):
-                clean(job.folder, "*")
+                clean(job.folder, *OURS)
                 raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
                                  f"and val{left_out(report(job, state))}.\n  Give more text.")
+            from data import write_meta
             write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
                        vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits,
                        command=command, tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
@@ -197,7 +198,7 @@ def make(job):
         except (ValueError, OSError, ImportError) as error:
             shards = any(split["shards"] for split in state["splits"].values())
             if not state["tokens"] or isinstance(error, ValueError) and not shards:
-                clean(job.folder, "*")  # nothing worth continuing, so nothing for the next attempt to trip over
+                clean(job.folder, *OURS)  # nothing worth continuing, so nothing for the next attempt to trip over
             if not isinstance(error, OSError) or error.errno not in FULL_DISK:
                 raise
             raise OSError(f"The disk of {job.folder} is full ({error.strerror}), after {state['tokens']:,} tokens.\n  "
@@ -457,9 +458,8 @@ def blocks(folder, meta, split):
 
 def open_set(folder):
     from data import read_meta
-    meta = read_meta(folder)
-    tokenizer = load_tokenizer(folder / "tokenizer.json" if meta["tokenizer"] else "gpt2")
-    if meta["tokenizer"] not in ("", tokenizer.fingerprint):
+    meta, tokenizer = read_meta(folder), load_tokenizer(folder)
+    if meta["tokenizer"] not in ("", tokenizer.fingerprint):  # "": shards of llm.c, which name none
         raise ValueError(f"{folder}/tokenizer.json is not the tokenizer that meta.json names.{ANEW}")
     return meta, tokenizer
 

@@ -53,7 +53,7 @@ PACKED = (".gz", ".zst")
 UNPACKED_FACTOR = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of text per byte of file, roughly
 PIECE = 1 << 18  # characters in a piece: enough for the tokenizer's speed, few enough to share out among threads
 CUT = re.compile(r"\S(?=[ \t])")  # where a piece may end without changing a token: the next word brings its space
-CHUNK = 1 << 20  # bytes read from a file at a time
+CHUNK = 1 << 18  # bytes read from a file at a time
 HOLD = 1 << 24  # bytes of one file kept while its hash is taken; longer files are read a second time instead
 MAX_LINE = 1 << 26  # bytes of one JSON line: to be parsed it has to be in memory whole, and several times over
 NOTES = 10  # broken records named in the report of --skip_bad, per source; all are counted
@@ -224,10 +224,10 @@ class Reader:
             data = text.encode()
             hasher.update(data)
             size += len(data)
-            held.append(text)
+            held.append(data)  # not text: one emoji makes Python keep four bytes for each character
             if size > HOLD:
                 held = []
-        again = read_text(path, self.errors, Counter()) if size > HOLD else held
+        again = read_text(path, self.errors, Counter()) if size > HOLD else (data.decode() for data in held)
         return int.from_bytes(hasher.digest()), again
 
     def _json_lines(self, path, skip):
@@ -236,11 +236,13 @@ class Reader:
         with open_unpacked(path) as (file, raw):
             utf8 = Utf8(path, self.errors, self.counts)
             utf8.start(file)
-            lines = _lines(file, utf8, skip)
+            lines, share = _lines(file, utf8, skip), 0.0
             for number, line in lines:
                 text, why = parse_json(line, self.source.text_key)
                 if text is not None:
-                    yield number, text, raw.tell() / size
+                    if number % 64 == 0:  # a system call
+                        share = raw.tell() / size
+                    yield number, text, share
                 else:
                     others = (n for n, line in lines if parse_json(line, self.source.text_key)[0] is None)
                     self._bad(path, "line", number, why, others)

@@ -1,10 +1,9 @@
 """The Stack-100M mixture: 20 billion tokens of web, textbooks, code and mathematics.
-
+Launch     python prepare.py configs/data_stack100m.py --out data/stack100m
 Hardware   any machine with 40 GB of free disk (uint16 shards; one shard more while it is written) and a network
 Time       estimate: 20e9 tokens x 4.2 bytes = 84 GB of text; at 15 MB/s a core that is 1.6 hours divided by the
            cores; or as long as the download of some 50 GB of parquet takes
 Before     accept the terms of bigcode/starcoderdata on its page, then: hf auth login
-Launch     python prepare.py configs/data_stack100m.py --out data/stack100m
 
 Weights are shares of the tokens; filters drop documents (sources.py). Killed? The same command continues. For a taste:
 --max_tokens 100e6. Exact duplicates are dropped across all four; near-duplicates are not: these sets come deduplicated,

@@ -84,7 +84,7 @@ def corpus(tmp_path):
 def test_every_document_once_byte_for_byte(tmp_path, vocabulary):
     """Each document once, whole and unchanged, behind one boundary, in train or val; all of it counted."""
     docs = [prose(i, 30) for i in range(60)] + ["CRLF\r\n\r lines\r\n", "\u2028 \x85 \x0c\n", "NUL\0", "é漢🙂",
-                                                " " * 70000, "<|endoftext|> and <|pad|>", "x" * 9000, "1" * 3000,
+                                                " " * 70_000, "<|endoftext|> and <|pad|>", "x" * 9000, "1" * 3000,
                                                 prose(3, 30)]
     for i, text in enumerate(docs):
         (tmp_path / f"in_{i}.txt").write_bytes(("\ufeff" * (i == 0) + text).encode())
@@ -100,6 +100,14 @@ def test_every_document_once_byte_for_byte(tmp_path, vocabulary):
         assert totals["documents"] == len(texts) and totals["bytes"] == sum(len(text.encode()) for text in texts)
         assert totals["tokens"] == len(read_shards(tmp_path / "out", split))
         assert all(shard["tokens"] == 1000 for shard in totals["shards"][:-1])
+
+
+def test_huge_documents(tmp_path, vocabulary):
+    """A million spaces, one letter a million times, a million digits: text like any other."""
+    docs = [" " * 1_100_000, "a" * 1_000_000, "7" * 1_000_000, "\n" * 1_000_000, "é🙂" * 300_000]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in docs))
+    assert run(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", vocabulary, "--val_fraction", 0) == 0
+    assert documents(tmp_path / "out", "train") == docs
 
 
 def test_threads_and_shards_change_nothing(tmp_path, corpus, vocabulary):
@@ -258,7 +266,7 @@ def test_killed_at_any_moment(tmp_path, corpus, vocabulary, call, monkeypatch):
 
 
 def test_killed_by_the_clock(tmp_path, corpus):
-    """A real process, killed by its owner while it trains the tokenizer or writes, a few times over."""
+    """A real process, killed or interrupted while it trains the tokenizer or writes, a few times over."""
     common = [str(corpus), "--vocab_size", "600", "--shard_tokens", "1000"]
     assert run(*common, "--out", tmp_path / "straight") == 0
     kill_times = random.Random(5)
@@ -266,11 +274,11 @@ def test_killed_by_the_clock(tmp_path, corpus):
         process = subprocess.Popen([sys.executable, ROOT / "prepare.py", *common, "--out", tmp_path / "killed"],
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            process.wait(0.3 + kill_times.random() * (1.2 if attempt < 3 else 20))
+            process.wait(0.5 + kill_times.random() * (0.8 if attempt < 4 else 20))
             break
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGINT if attempt % 2 else signal.SIGKILL)
+            assert process.wait() in (130, 0) if attempt % 2 else process.wait() == -signal.SIGKILL
     assert process.returncode == 0
     killed, straight = contents(tmp_path / "killed"), contents(tmp_path / "straight")
     assert [name for name in straight if killed.get(name) != straight[name]] == [] and len(killed) == len(straight)
