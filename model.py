@@ -105,7 +105,8 @@ def default_chunk(n_tokens: int, vocab: int, dtype: torch.dtype, device_type: st
     largest = max(budget // (vocab * dtype.itemsize), 16)
     if dtype == torch.float16:  # ends at 65504, and gradients are summed over the chunk before they are averaged
         largest = min(largest, 4096)
-    return max(-(-n_tokens // -(-n_tokens // largest)), 1) if n_tokens else 1
+    chunks = max(math.ceil(n_tokens / largest), 1)
+    return max(math.ceil(n_tokens / chunks), 1)
 
 
 def _chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
@@ -156,15 +157,14 @@ def _no_compiler(reason: str):
 
 def _run_chunk_arithmetic(logits, *args):
     failed = _no_compiler.cache_info().currsize > 0  # trying again would cost seconds a chunk
-    if failed or logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or logits.shape[0] < 2:
+    if failed or logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or len(logits) < 2:
         return _chunk_arithmetic(logits, *args)
-    torch._dynamo.maybe_mark_dynamic(logits, 0)
-    torch._dynamo.maybe_mark_dynamic(args[0], 0)
-    torch._dynamo.maybe_mark_dynamic(args[1], 0)
+    for tensor in (logits, *args[:2]):  # one graph for all chunk lengths; a length of 1 would get its own
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
     try:
         return _compiled_chunk_arithmetic()(logits, *args)
     except Exception as error:  # no C++ compiler, no triton: the plain twin gives the same numbers
-        if "torch._dynamo" not in type(error).__module__ and "torch._inductor" not in type(error).__module__:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
         _no_compiler(type(error).__name__)
         return _chunk_arithmetic(logits, *args)
@@ -183,13 +183,14 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
 
     dh and dw are gradients of sum(scale * loss), or None where not wanted.
     """
-    (n_vocab, ignore_index, z_loss, softcap, chunk) = options
+    n_vocab, ignore_index, z_loss, softcap, chunk = options
     N, V = hidden.shape[0], weight.shape[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     chunk = chunk or default_chunk(N, V, hidden.dtype, hidden.device.type)
     loss = torch.empty(N, dtype=wide, device=hidden.device)
     dh = torch.empty_like(hidden) if want_dh else None
-    dw = (torch.empty_like if N else torch.zeros_like)(weight, dtype=wide) if want_dw else None
+    dw_like = torch.empty_like if N else torch.zeros_like  # the first chunk, if there is one, writes all of it
+    dw = dw_like(weight, dtype=wide) if want_dw else None
     buffer = hidden.new_empty(min(chunk, N), V)  # one chunk of logits, reused: fresh pages cost as much as the matmul
     dw_chunk = torch.empty_like(weight) if want_dw and N > chunk else None
     for start in range(0, N, chunk):
@@ -201,7 +202,7 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
         if want_dh:
             torch.mm(logits, weight, out=dh[start:start + chunk])
         if want_dw and hidden.dtype == wide:
-            torch.addmm(dw, logits.t(), h, beta=0 if start == 0 else 1, out=dw)
+            torch.addmm(dw, logits.t(), h, beta=int(start > 0), out=dw)
         elif want_dw and start == 0:
             dw.copy_(torch.mm(logits.t(), h, out=dw_chunk))
         elif want_dw:
@@ -226,11 +227,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         scale = (1 / mantissa if mean else torch.ones_like(count)).expand(len(targets)).contiguous()
         ctx.norm = mantissa / count if mean else torch.ones_like(count)  # 2**-k
         # "none" meets a gradient per token, which the weight gradient needs before the sum over tokens: recompute there
-        formed = reduction != "none" and grad_enabled
-        want_dh, want_dw = ctx.needs_input_grad[0] and formed, ctx.needs_input_grad[1] and formed
-        loss, ctx.dh, ctx.dw = _walk_chunks(low_hidden, low_weight, targets, scale, options, want_dh, want_dw)
+        form = reduction != "none" and grad_enabled
+        want_dh, want_dw = ctx.needs_input_grad[0] and form, ctx.needs_input_grad[1] and form
+        loss, *grads = _walk_chunks(low_hidden, low_weight, targets, scale, options, want_dh, want_dw)
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.scale, ctx.options, ctx.dtype, ctx.formed = scale, options, dtype, formed
+        ctx.scale, ctx.options, ctx.dtype, ctx.formed = scale, options, dtype, grads if form else None
         return loss if reduction == "none" else loss.sum() / count if mean else loss.sum()
 
     @staticmethod
@@ -239,20 +240,19 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             raise NotImplementedError("fused_linear_cross_entropy has first derivatives only. For second ones use "
                                       "F.cross_entropy(F.linear(hidden, weight), targets).")
         hidden, weight, targets = ctx.saved_tensors
-        if not ctx.formed:  # a gradient per token, or a second backward through the same graph
-            _, dh, dw = _walk_chunks(hidden.to(ctx.dtype), weight.to(ctx.dtype), targets, grad * ctx.norm * ctx.scale,
-                                     ctx.options, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-            return (None if dh is None else dh.to(hidden.dtype), None if dw is None else dw.to(weight.dtype),
-                    None, None, None, None, None)
-        dh, dw = ctx.dh, ctx.dw
-        ctx.dh = ctx.dw = None  # handed over, so that autograd need not copy them; a second backward recomputes
-        ctx.formed = False
-        factor = (grad * ctx.norm).reshape(1, 1)  # a 0-dim factor would be rounded to bf16, or overflow fp16, on CUDA
-        if dh is not None:
-            dh = torch.mul(dh, factor, out=dh if dh.dtype == hidden.dtype else None)
-        if dw is not None:
-            dw = dw.mul_(factor).to(weight.dtype)
-        return dh, dw, None, None, None, None, None
+        factor = grad * ctx.norm
+        if ctx.formed is None:  # a gradient per token, or a second backward through the same graph
+            _, dh, dw = _walk_chunks(hidden.to(ctx.dtype), weight.to(ctx.dtype), targets, factor * ctx.scale,
+                                     ctx.options, *ctx.needs_input_grad[:2])
+        else:
+            (dh, dw), ctx.formed = ctx.formed, None  # handed over: autograd need not copy what nobody else holds
+            factor = factor.reshape(1, 1)  # a 0-dim factor would be rounded to bf16, or overflow fp16, on CUDA
+            if dh is not None:
+                dh = torch.mul(dh, factor, out=dh if dh.dtype == hidden.dtype else None)
+            if dw is not None:
+                dw.mul_(factor)
+        return (dh if dh is None else dh.to(hidden.dtype), dw if dw is None else dw.to(weight.dtype),
+                None, None, None, None, None)
 
 
 def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -100, z_loss: float = 0.0,
@@ -261,10 +261,10 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
     """cross_entropy(softcap(hidden @ weight.T), targets) + z_loss * logsumexp**2, without the [N, V] logits.
 
     hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls
-    run in the autocast dtype if autocast is on, else in hidden's; the rest in fp32.  Both terms are averaged over the
-    valid (not ignored) tokens.  n_valid_vocab: columns from there on are padding and take no part.  With no valid
-    token, or N = 0, "mean" is 0 with zero gradients (PyTorch gives NaN).  Raises ValueError on a target outside the
-    vocabulary; on an accelerator, where asking would stall the queue, the loss becomes NaN instead.
+    run in the autocast dtype if autocast is on, else in hidden's.  Both terms are averaged over the valid (not ignored)
+    tokens; without any, "mean" is 0 with zero gradients (PyTorch gives NaN).  n_valid_vocab: columns from there on are
+    padding and take no part.  Raises ValueError on a target outside the vocabulary; on an accelerator, where asking
+    would stall the queue, the loss becomes NaN instead.
     """
     n_vocab = weight.shape[0] if n_valid_vocab is None else n_valid_vocab
     if reduction not in ("mean", "sum", "none"):
@@ -388,8 +388,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
-    def forward(self, x, rope, mask, layer: int = 0, cache: KVCache | None = None):
-        """x (B, T, C); rope (cos, sin) or None; mask: None = causal, bool (B or 1, 1, T, S), or a BlockMask."""
+    def forward(self, x, rope, mask, update_cache=None):
+        """x (B, T, C); rope (cos, sin) or None; mask: None = causal, bool (B or 1, 1, T, S), or a BlockMask.
+
+        update_cache(k, v): this layer's keys and values, those of the past before the new ones.
+        """
         B, T, _ = x.shape
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # (B, T, H, D); -1: a sharded wq has fewer heads
         k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # (B, T, K, D)
@@ -397,10 +400,10 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        if cache is not None:
-            k, v = cache.update(layer, k, v)  # (B, K, S, D)
+        if update_cache is not None:
+            k, v = update_cache(k, v)  # (B, K, S, D)
         gqa, dropout = q.shape[1] != k.shape[1], self.dropout if self.training else 0.0
-        short = 64 <= T <= 512 and cache is None and not dropout
+        short = 64 <= T <= 512 and update_cache is None and not dropout
         if short and x.device.type == "cpu" and torch.compiler.is_compiling():
             y = _attend_in_halves(q, k, v, mask)
         elif mask is None or isinstance(mask, torch.Tensor):
@@ -432,8 +435,8 @@ class Block(nn.Module):
         self.norm2, self.mlp = make_norm(cfg), MLP(cfg)
         self.drop = nn.Dropout(cfg.dropout)
 
-    def forward(self, x, rope, mask, layer: int = 0, cache: KVCache | None = None):
-        x = x + self.drop(self.attn(self.norm1(x), rope, mask, layer, cache))
+    def forward(self, x, rope, mask, update_cache=None):
+        x = x + self.drop(self.attn(self.norm1(x), rope, mask, update_cache))
         return x + self.drop(self.mlp(self.norm2(x)))  # (B, T, C)
 
 
@@ -454,7 +457,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """tables and linears N(0, 0.02²); wo and w_down N(0, 0.02²/2L), so that 2L residual additions of unit branches
+        """Tables and linears N(0, 0.02²); wo and w_down N(0, 0.02²/2L), so that 2L residual additions of unit branches
         keep the stream's variance; gains 1, biases 0."""
         for name, p in self.named_parameters():
             if p.ndim == 2:
@@ -468,42 +471,39 @@ class GPT(nn.Module):
         """(V, C): the table itself when tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def _mask(self, docs, past: int, T: int, device):
+    def _mask(self, ids, docs, cache: KVCache | None):
         """What a query may see, or None where "everything before it" says it all."""
-        if docs is None:
-            if past == 0 or T == 1:
-                return None
-            return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)[None, None]  # (1, 1, T, S)
-        if docs.device.type == "cuda" and not (self.training and self.cfg.dropout):  # FlexAttention has no dropout
+        (B, T), past = ids.shape, 0 if cache is None else cache.length
+        if docs is None and (past == 0 or T == 1):
+            return None
+        dropout = self.training and self.cfg.dropout > 0
+        if docs is not None and ids.device.type == "cuda" and cache is None and not dropout:  # FlexAttention has none
             from torch.nn.attention.flex_attention import create_block_mask
 
             def same_document(b, h, q, k):
                 return (q >= k) & (docs[b, q] == docs[b, k])
-            return create_block_mask(same_document, docs.shape[0], None, T, T, device=device, _compile=True)
-        causal = torch.ones(T, T, dtype=torch.bool, device=device).tril()
-        return (causal & (docs[:, :, None] == docs[:, None, :]))[:, None]  # (B, 1, T, T)
+            return create_block_mask(same_document, B, None, T, T, device=ids.device, _compile=True)
+        causal = torch.ones(T, past + T, dtype=torch.bool, device=ids.device).tril(past)[None, None]  # (1, 1, T, S)
+        return causal if docs is None else causal & (docs[:, None, past:, None] == docs[:, None, None])  # (B, 1, T, S)
 
-    def hidden(self, ids, *, docs=None, positions=None, mask=None, cache: KVCache | None = None):
+    def hidden(self, ids, *, docs=None, cache: KVCache | None = None):
         """Everything up to the final norm.  ids (B, T) -> (B, T, C).
 
-        docs (B, T): document numbers, attention stays within equal ones and learned positions restart.  positions (T,)
-        or (B, T) and mask (B, 1, T, S) override what docs and cache imply; `generate` sets them for padded batches.
+        docs (B, S): the document number of each token, those in the cache first.  Attention stays within equal numbers,
+        learned positions restart where the number changes.
         """
-        T, past = ids.shape[1], cache.length if cache is not None else 0
+        T, past = ids.shape[1], 0 if cache is None else cache.length
         if past + T > self.cfg.max_seq_len:
             raise ValueError(f"{past + T} tokens do not fit the context of max_seq_len ({self.cfg.max_seq_len}). "
                              "Shorten the input.")
-        if docs is not None and cache is not None:
-            raise ValueError("docs and cache cannot be used together: a cache continues one document.")
         if ids.device.type == "cpu":  # elsewhere the check would wait for the device; data.py checks batches when made
             check_ids(ids, self.cfg.vocab_size)
-        if mask is None:
-            mask = self._mask(docs, past, T, ids.device)
-        if positions is None:
-            positions = torch.arange(past, past + T, device=ids.device)  # (T,)
-            if docs is not None and self.pos_embed is not None:  # rotary scores depend on distances only
-                first = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0), value=True)
-                positions = positions - torch.where(first, positions, 0).cummax(dim=1).values  # (B, T)
+        mask = self._mask(ids, docs, cache)
+        positions = torch.arange(past + T, device=ids.device)  # (S,)
+        if docs is not None and self.pos_embed is not None:  # rotary scores depend on distances only
+            first = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0), value=True)
+            positions = positions - torch.where(first, positions, 0).cummax(dim=1).values  # (B, S)
+        positions = positions[..., past:]  # (T,) or (B, T)
         x = self.embed(ids)  # (B, T, C): row copies; equal to one_hot(ids) @ table at none of its cost
         if self.cfg.embed_scale:
             x = x * math.sqrt(self.cfg.d_model)
@@ -515,8 +515,8 @@ class GPT(nn.Module):
         x = self.drop(x)
         for i, block in enumerate(self.blocks):
             rotated = self.cfg.nope_every == 0 or (i + 1) % self.cfg.nope_every
-            x = block(x, rope if rotated else None, mask, i, cache) if cache is not None else block(
-                x, rope if rotated else None, mask)
+            update_cache = None if cache is None else functools.partial(cache.update, i)
+            x = block(x, rope if rotated else None, mask, update_cache)
         if cache is not None:
             cache.length += T
         return self.norm(x)
@@ -540,10 +540,11 @@ class GPT(nn.Module):
 
 def check_ids(ids, vocab_size: int):
     """Raise on an id no row belongs to, naming it; on a GPU the lookup itself would only say "device-side assert"."""
-    if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
-        bad = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size} (ids 0..{vocab_size - 1}). "
-                         "Use the tokenizer the model was trained with, or resize the model after adding tokens.")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"token id {int(outside[0])} is outside the vocabulary of {vocab_size} (ids 0.."
+                         f"{vocab_size - 1}). Use the tokenizer the model was trained with, or resize the model after "
+                         "adding tokens.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -559,7 +560,6 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
     min_p times as likely as the best.  They apply in this order.  Raises ValueError on NaN or inf logits
     and on senseless settings.
     """
-    top_k = top_k or 0
     if not temperature >= 0 or not 0 <= top_p <= 1 or not 0 <= min_p <= 1:
         raise ValueError(f"temperature {temperature}, top_p {top_p}, min_p {min_p}: temperature must be 0 or more, "
                          "top_p and min_p between 0 and 1.")
@@ -568,7 +568,7 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # max 0: no overflow at small temperatures
-    if 0 < top_k < logits.shape[-1]:
+    if top_k and top_k < logits.shape[-1]:
         values, ids = logits.topk(top_k)
         logits = torch.full_like(logits, -torch.inf).scatter(-1, ids, values)
     if top_p < 1:
@@ -589,10 +589,10 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
              on_token=None) -> list[list[int]]:
     """Continue each prompt; returns the new ids, without the stop id that ended a row.
 
-    Prompts may differ in length: rows are padded on the left and the pads masked, so that a row's probabilities do not
-    depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the context
-    loses its beginning, with one warning; a row that fills the context while generating drops its older half and goes
-    on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same.
+    Prompts may differ in length: rows are padded on the left, as if by another document, so that a row's probabilities
+    do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
+    context loses its beginning, with one warning; a row that fills the context while generating drops its older half
+    and goes on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same.
     """
     limit = model.cfg.max_seq_len
     if max_new_tokens < 0:
@@ -621,18 +621,14 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
                 contexts = [c[-max(limit // 2, 1):] if len(c) > limit else c for c in contexts]
                 cache = KVCache(model.cfg, len(prompts), min(limit, max(map(len, contexts)) + max_new_tokens - step),
                                 device, dtype) if use_cache else None
-            past = cache.length if cache is not None else 0
-            width = max(map(len, contexts))
-            starts = torch.tensor([width - len(c) for c in contexts], device=device)[:, None]  # (B, 1) pads on the left
-            ids = torch.tensor([[0] * (width - len(c)) + c for c in contexts], device=device)[:, past:]  # (B, T)
-            positions, mask = torch.arange(past, width, device=device), None  # (T,)
-            if any(len(c) < width for c in contexts):
-                keys = torch.arange(width, device=device)
-                seen = (keys <= positions[:, None]) & (keys >= starts[:, :, None])  # (B, T, S)
-                mask = (seen | (keys == positions[:, None]))[:, None]  # pads see themselves: no softmax over nothing
-                positions = (positions - starts).clamp(min=0)  # (B, T)
+            pads = [max(map(len, contexts)) - len(c) for c in contexts]
+            ids = torch.tensor([[0] * n + c for n, c in zip(pads, contexts, strict=True)], device=device)  # (B, S)
+            docs = None
+            if any(pads):  # they are a document of their own
+                docs = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).int().to(device)  # (B, S)
+            past = 0 if cache is None else cache.length
             with torch.compiler.set_stance("force_eager"):  # lengths change every step: compiled blocks would recompile
-                h = model.hidden(ids, positions=positions, mask=mask, cache=cache)[:, -1]  # (B, C)
+                h = model.hidden(ids[:, past:], docs=docs, cache=cache)[:, -1]  # (B, C)
             chosen = sample_next(model.logits(h), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                                  generator=generator)
             for row, token in enumerate(chosen[:, 0].tolist()):

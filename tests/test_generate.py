@@ -145,6 +145,7 @@ def test_compiled_blocks_stay_out(lively):
     assert generate(model, [prompt(3), prompt(5)], max_new_tokens=30) == want and not graphs
     model(torch.tensor([[1, 2, 3]]))
     assert graphs
+    torch._dynamo.reset()
 
 
 def test_seeds(lively):
