@@ -29,8 +29,7 @@ STACK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 24}
 
 
 def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, adamw_lr: float = 3e-3,
-                    weight_decay: float = 0.1, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95),
-                    ns_dtype: torch.dtype | None = None) -> list[Optimizer]:
+                    weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)) -> list[Optimizer]:
     """[Muon, AdamW], or [AdamW] for optimizer="adamw"; over the raw model, whose names stay in the groups."""
     if optimizer not in ("muon", "adamw"):
         raise ValueError(f"optimizer is {optimizer!r}; it must be 'muon' or 'adamw'.")
@@ -41,7 +40,7 @@ def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, ad
             (matrices if in_muon else tables if p.ndim >= 2 else vectors).append((name, p))
     made = []
     if matrices:
-        made.append(Muon(matrices, lr=muon_lr, momentum=momentum, weight_decay=weight_decay, ns_dtype=ns_dtype))
+        made.append(Muon(matrices, lr=muon_lr, weight_decay=weight_decay))
     groups = [{"params": params, "weight_decay": decay} for params, decay in ((tables, weight_decay), (vectors, 0.0))
               if params]
     if groups:
@@ -67,11 +66,7 @@ class Muon(Optimizer):
         self._buffers = {}
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self):
         for group in self.param_groups:
             stacks = {}  # same shape, same arithmetic
             for p in group["params"]:
@@ -84,7 +79,6 @@ class Muon(Optimizer):
                 size = max(elements // shape.numel(), 1)
                 for i in range(0, len(params), size):
                     self._update(params[i:i + size], group)
-        return loss
 
     def _update(self, params: list[torch.Tensor], group: dict):
         """One step of n matrices of one shape (m, k)."""
