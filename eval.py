@@ -42,11 +42,11 @@ def parse(argv):
     return args
 
 
-def data_folder(args, state) -> Path:
+def data_folder(args, trained: dict) -> Path:
     """--data, or what the run was trained on."""
     if args.data is not None:
         return Path(args.data)
-    trained_on = (state.get("train") or {}).get("data_dir")
+    trained_on = trained.get("data_dir")
     if trained_on is None:
         raise ValueError(f"{args.run} does not say what data it was trained on.\n  Name a data set: --data data/NAME")
     if not Path(trained_on).is_dir():
@@ -68,18 +68,16 @@ def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
     return TokenData(folder, split, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
 
 
-def held_out(args, model, tokenizer, state, device) -> dict:
+def held_out(args, model, tokenizer, trained: dict, seq_len: int, device) -> dict:
     """Loss, perplexity and bits per byte over the split."""
     from tqdm import tqdm
 
     from data import iterate_windows
     from device import pick_dtype
     from metrics import evaluate
-    trained = state.get("train") or {}
-    seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
     if seq_len > model.cfg.max_seq_len:
         raise ValueError(f"--seq_len is {seq_len}; {args.run} has a context of {model.cfg.max_seq_len}. Lower it.")
-    data = open_data(data_folder(args, state), args.split, seq_len, args.run, tokenizer)
+    data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer)
     n_windows = data.n_windows if args.max_tokens is None else min(max(int(args.max_tokens) // seq_len, 1),
                                                                    data.n_windows)
     windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
@@ -88,16 +86,14 @@ def held_out(args, model, tokenizer, state, device) -> dict:
                     boundary_id=tokenizer.boundary_id if trained.get("doc_mask") else None)
 
 
-def know_table(args, model, tokenizer, state) -> tuple[dict, dict]:
+def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> tuple[dict, dict]:
     """The embedding report; with the training shards at hand, counts and batches too."""
     import embeddings
     try:
-        folder = data_folder(args, state)
+        folder = data_folder(args, trained)
     except FileNotFoundError as error:
         print(f"eval.py: {error}\n  Going on without counts.", file=sys.stderr)
         return embeddings.report(model, tokenizer, words=args.words)
-    trained = state.get("train") or {}
-    seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
     data = open_data(folder, "train", seq_len, args.run, tokenizer)
     counts = count_ids(data, args.max_tokens)
     sizes = {seq_len, seq_len * trained.get("micro_batch_size", 8), trained.get("batch_tokens", 8 * seq_len)}
@@ -146,9 +142,11 @@ def main():
         from device import pick_device
         device = pick_device("cpu" if args.embeddings else args.device)
         model, tokenizer, state = load_model(args.run, device=device)
+        trained = state["train"] or {}  # the settings of an imported model's training are not known
+        seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
         if args.embeddings:
             import embeddings
-            result, arrays = know_table(args, model, tokenizer, state)
+            result, arrays = know_table(args, model, tokenizer, trained, seq_len)
             run = Path(args.run)
             picture = (run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png"
             try:
@@ -159,7 +157,7 @@ def main():
                 result["png"] = None
             print(json.dumps(result) if args.json else embeddings.text(result))
             return
-        r = held_out(args, model, tokenizer, state, device)
+        r = held_out(args, model, tokenizer, trained, seq_len, device)
         bpb = "no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte"
         print(json.dumps(r) if args.json else f"{args.split}: loss {r['loss']:.4f} nats per token | perplexity "
               f"{r['ppl']:.2f} | {bpb} | {r['tokens']:,} tokens, {r['bytes']:,} bytes")
