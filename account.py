@@ -181,14 +181,15 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
     n_matrix = sum(n * math.prod(shape) for shape, n in matrices.items())
     n_muon = n_matrix if train.optimizer == "muon" else 0
     tables = counts["embedding"] + counts["head"] + counts["position"]
-    final_norm = cfg.d_model * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
+    attention, mlp = counts["attention"] // cfg.n_layers, counts["mlp"] // cfg.n_layers
+    norms = counts["per_block"] - attention - mlp
     a = {
         **counts,
-        "attention_per_block": counts["attention"] // cfg.n_layers,
-        "mlp_per_block": counts["mlp"] // cfg.n_layers,
-        "norm_per_block": (counts["norm"] - final_norm) // cfg.n_layers,
+        "attention_per_block": attention,
+        "mlp_per_block": mlp,
+        "norm_per_block": norms,
         "blocks": cfg.n_layers * counts["per_block"],
-        "final_norm": final_norm,
+        "final_norm": counts["norm"] - cfg.n_layers * norms,
         "body": counts["total"] - tables,
         "total_tied": tied,
         "total_untied": untied,

@@ -57,8 +57,7 @@ def save(run_dir, name: str, *, model, tokenizer: Tokenizer, model_cfg: ModelCon
     weights = {_plain_name(key): t.detach().cpu().contiguous() for key, t in model.state_dict().items()}
     optim = {"optimizers": _optimizer_state(model, optimizers),
              "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None}
-    facts = {"format": FORMAT, "torch": torch.__version__, "model": dataclasses.asdict(model_cfg),
-             "train": dataclasses.asdict(train_cfg) if dataclasses.is_dataclass(train_cfg) else train_cfg,
+    facts = {"format": FORMAT, "torch": torch.__version__, "model": model_cfg, "train": train_cfg,
              "tokenizer": tokenizer.fingerprint, **state}
     tensors = [*weights.values(), *(v for entry in optim["optimizers"].values() for v in entry["state"].values())]
     needed = sum(t.nbytes for t in tensors if torch.is_tensor(t)) + MIB
@@ -192,7 +191,9 @@ def _checksum(facts: dict) -> str:
 
 
 def _plain_value(value):
-    """For what JSON lacks: numbers of numpy and torch, paths."""
+    """For what JSON lacks: dataclasses, numbers of numpy and torch, paths."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
     if hasattr(value, "item"):
         return value.item()
     if isinstance(value, os.PathLike):

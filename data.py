@@ -404,8 +404,8 @@ class Batches:
 
 
 def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int | None = None, rank: int = 0,
-                    world_size: int = 1, device="cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A split once, in file order, for evaluation: (x, y) as Batches gives them, the last as small as it comes.
+                    world_size: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A split once, in file order, for evaluation: (x, y) as Batches gives them, on the CPU, the last pair shorter.
 
     max_windows takes that many, evenly spaced and always the same. Ranks take every world_size-th of them, so that sums
     over ranks are the same for any number of ranks; a rank may get none.
@@ -415,7 +415,7 @@ def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int 
         chosen = np.arange(max_windows) * data.n_windows // max_windows
     chosen = chosen[rank::world_size]
     for i in range(0, len(chosen), micro_batch_size):
-        yield _to_device([data.window(w) for w in chosen[i:i + micro_batch_size]], torch.device(device))
+        yield _to_device([data.window(w) for w in chosen[i:i + micro_batch_size]], torch.device("cpu"))
 
 
 def _to_device(rows: Iterable[np.ndarray], device):

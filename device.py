@@ -32,14 +32,14 @@ def pick_device(name: str = "auto") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps.") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices here. "
                          "Use --device=auto or --device=cpu, or install a CUDA build of torch.")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError("device is 'mps', but PyTorch sees no Apple GPU here. Use --device=auto or cpu.")
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps.")
     return device
 
 
