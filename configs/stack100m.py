@@ -1,7 +1,7 @@
 # Stack-100M: 101,353,728 parameters, 20B tokens, one 80 GB GPU (peak about 37 GB, compiled; account.py has the parts)
 # time, estimated: tokens * 7.97e8 FLOPs = 1.59e19 at 40 % of peak: H100 or H200 11 h, A100 35 h
 # loss, estimated: 1.82 + 482/N^0.348 + 2085/D^0.366 (Chinchilla's law refitted, arXiv 2404.10102) = 2.97 nats per token
-# python train.py configs/stack100m.py   (make data/stack100m first: README, "The GPU run")
+# python train.py configs/stack100m.py   (make data/stack100m first: README, "The run this is for")
 
 # model (the defaults of ModelConfig, restated because they are Stack-100M)
 vocab_size = 32768
