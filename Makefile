@@ -1,12 +1,13 @@
 # make demo   a model from nothing in minutes on a CPU: data, training, held-out score, a sample
 # make test   the whole suite on CPU
 # make lint   ruff
+# make faults the long fault injections, up to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
 # make exchange   the GGUF tests that need llama.cpp, which pip builds in about five minutes
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: demo test lint exchange clean
+.PHONY: demo test lint exchange faults clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -25,6 +26,9 @@ test: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check .
+
+faults: $(READY)
+	$(PY) tests/faults.py
 
 exchange: $(READY)
 	$(PY) -m pip install --quiet llama-cpp-python==0.3.36
