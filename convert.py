@@ -361,14 +361,18 @@ def main(argv=None):
             ("export", "write a Hugging Face folder"), ("gguf", "write a file for llama.cpp"),
             ("import", "read a Hugging Face folder or nanoGPT's ckpt.pt")):
         command = commands.add_parser(name, help=help_text, allow_abbrev=False)
-        command.add_argument("source", metavar="DIR" if name == "import" else "RUN")
-        command.add_argument("out", metavar={"export": "DIR", "gguf": "FILE", "import": "RUN"}.get(name, "NEW"))
+        command.add_argument("source", metavar="DIR" if name == "import" else "RUN", help=(
+            "Hugging Face folder, or nanoGPT's ckpt.pt" if name == "import" else
+            "run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)"))
+        command.add_argument("out", metavar={"export": "DIR", "gguf": "FILE", "import": "RUN"}.get(name, "NEW"),
+                             help="what to write; nothing may be there yet")
         if name == "resize":
             command.add_argument("--add", nargs="+", required=True, metavar="NAME", help="names of new special tokens")
         elif name == "tie":
             command.add_argument("--keep", choices=("embed", "head"), help="the table that stays where they differ")
         elif name == "gguf":
-            command.add_argument("--type", choices=("f16", "q8_0", "bf16", "f32"), default="f16")
+            command.add_argument("--type", choices=("f16", "q8_0", "bf16", "f32"), default="f16",
+                                 help="number format of the matrices (f16)")
         elif name == "import":
             command.add_argument("--tokenizer", help="a data or run folder, or tiktoken's name, instead of DIR's own")
             command.add_argument("--assume_nfc", action="store_true",

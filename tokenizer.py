@@ -239,8 +239,8 @@ class Tokenizer:
             if any(folder.glob("*_train*.bin")):
                 return Tokenizer.from_tiktoken("gpt2")
         if not path.is_file():
-            raise FileNotFoundError(f"{path} not found.\n  Data sets and checkpoints carry theirs; make one with: "
-                                    "python prepare.py stdlib --out data/NAME")
+            raise FileNotFoundError(f"{path} not found.\n  A data set's or a run's folder is needed. Make a data set "
+                                    "with: python prepare.py SOURCE --out data/NAME")
         needed = f"{FORMAT} version {VERSION} is needed"
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
