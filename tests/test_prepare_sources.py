@@ -133,6 +133,7 @@ def test_natural_order_and_what_a_folder_gives(tmp_path, monkeypatch):
     assert list_files(str(tmp_path))[1] == ["b/c.md", "part_2.txt", "part_10.txt"]
     assert texts(Source(str(tmp_path / "notes.rst"))) == ["notes.rst"]
     assert texts(Source(f"{tmp_path}/*.rst")) == ["notes.rst"]
+    assert texts(Source(f"{tmp_path}/[ab]")) == ["b/c.md"]
     assert texts(Source(f"{tmp_path}/**")) == ["b/c.md", "notes.rst", "part_2.txt", "part_10.txt"]
     for name in (str(tmp_path / "absent.txt"), f"{tmp_path}/*.csv", str(tmp_path / ".git" / "..") + "/b/*.py"):
         with pytest.raises(FileNotFoundError, match="\n  "):
