@@ -132,7 +132,8 @@ def rewrite(run, out, old: GPT, state: dict, cfg: ModelConfig, tokenizer: Tokeni
             change = moments if moments and name in hf.TABLES else torch.clone
             opt.state[model.get_parameter(name)] = {
                 key: change(v) if torch.is_tensor(v) and v.ndim == 2 else v for key, v in entry.items()}
-    save_run(out, model, tokenizer, {**state, "train": train, "progress": {**state["progress"], "wandb_id": None}},
+    progress = {**state["progress"], "wandb_id": None, "best_val": None}  # there is no ckpt_best to be better than
+    save_run(out, model, tokenizer, {**state, "train": train, "progress": progress},
              optimizers=after if state_of else (), scaler=scaler if scaler.state_dict() != fresh else None)
 
 
@@ -152,6 +153,8 @@ def save_run(out, model: GPT, tokenizer: Tokenizer, state: dict, *, optimizers=(
 def written_aside(path: Path):
     """Where to write what becomes `path` when all of it is there, and is removed otherwise."""
     aside = path.with_name(path.name + ".new")
+    if aside.exists():  # someone's own, or left by a kill: neither may go into the result, nor be removed
+        raise ValueError(f"{aside} is in the way: it is written first and then renamed.\n  Rename or remove it.")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield aside

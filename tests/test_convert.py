@@ -102,6 +102,19 @@ def test_what_cannot_be_said_is_refused_by_name(tmp_path, words, capsys, changes
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command, new", [("export", "mine"), ("gguf", "mine.gguf")])
+def test_what_lies_where_the_work_is_done_stays(tmp_path, words, capsys, command, new):
+    """NEW is written as NEW.new first: someone's own file or folder of that name is neither taken in nor removed."""
+    save(tmp_path / "run", sharp(words), words)
+    theirs = tmp_path / f"{new}.new"
+    if command == "export":
+        theirs.mkdir()
+    thesis = theirs / "thesis" if command == "export" else theirs
+    thesis.write_text("years of work")
+    assert str(theirs) in refused(capsys, command, tmp_path / "run", tmp_path / new)
+    assert thesis.read_text() == "years of work" and not (tmp_path / new).exists()
+
+
 def test_model_card_has_the_runs_facts(tmp_path, words, capsys):
     """README.md of an export tells what was trained on what, from the run's own files, and invents nothing."""
     model = sharp(words)
