@@ -38,8 +38,13 @@ def read_ranks() -> Ranks:
     """What torchrun put into the environment; RANK without an address to meet at (a cluster's leftover) is no group."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
         return Ranks()
-    return Ranks(*(int(os.environ.get(key, default)) for key, default in (
-        ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))))
+    said = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("LOCAL_RANK", "0"),
+                                                                   ("WORLD_SIZE", "1"))}
+    if not all(value.isdecimal() for value in said.values()) or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
+        raise ValueError("the environment has " + ", ".join(f"{key}={value}" for key, value in said.items()) + ": RANK "
+                         "must be less than WORLD_SIZE. Start several ranks with torchrun; for a single one, unset "
+                         "RANK and MASTER_ADDR.")
+    return Ranks(*map(int, said.values()))
 
 
 def connect(ranks: Ranks, device: torch.device) -> torch.device:

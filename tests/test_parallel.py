@@ -248,6 +248,16 @@ def test_who_am_i(monkeypatch, env, ranks):
     assert read_ranks() == ranks
 
 
+@pytest.mark.parametrize("env", [dict(RANK="3"), dict(WORLD_SIZE="0"), dict(RANK="", WORLD_SIZE="2"),
+                                 dict(RANK="x"), dict(RANK="-1", WORLD_SIZE="2")])
+def test_a_rank_that_cannot_be_is_refused(monkeypatch, env):
+    """RANK=3 of one process would train, write nothing and end well."""
+    for key, value in {**dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="node0"), **env}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match="RANK=.*WORLD_SIZE=.*unset"):
+        read_ranks()
+
+
 def test_a_leftover_rank_is_harmless(data, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
