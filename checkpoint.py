@@ -234,10 +234,6 @@ def load_model(path, *, device="cpu", dtype: torch.dtype | None = None, which: s
                              f"(fingerprints {tokenizer.fingerprint[:12]} and {state['tokenizer'][:12]}).\n"
                              "  Copy tokenizer.json again from the data the model was trained on.")
         _verify(folder, state, TOKENIZER)
-        unknown = set(state["model"]) - {field.name for field in dataclasses.fields(ModelConfig)}
-        if unknown:
-            raise ValueError(f"{folder / STATE} has model settings unknown here: {', '.join(sorted(unknown))}.\n"
-                             "  Use the version of this repository that wrote it.")
         with torch.device("meta"):  # no memory and no time for initial weights that would be overwritten
             model = GPT(ModelConfig(**state["model"])).to(dtype)
         assert not list(model.buffers())  # they would stay uninitialised
@@ -307,6 +303,9 @@ def _parse_state(folder: Path) -> dict:
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
         version, checksum = state["format"], state.get("checksum")
+        if version == FORMAT:
+            unknown = set(state["model"]) - {field.name for field in dataclasses.fields(ModelConfig)}
+            state["tokenizer"], state["files"], state["train"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({type(error).__name__}: {error}).\n  Use another checkpoint.") from None
     if version != FORMAT:
@@ -314,6 +313,9 @@ def _parse_state(folder: Path) -> dict:
     if checksum is not None and checksum != _checksum(state):
         raise ValueError(f"{file} is damaged or was edited: its checksum does not match.\n  Use another checkpoint. "
                          'If you edited it on purpose, remove its "checksum".')
+    if unknown:
+        raise ValueError(f"{file} has model settings unknown here: {', '.join(sorted(unknown))}.\n"
+                         "  Use the version of this repository that wrote it.")
     return state
 
 

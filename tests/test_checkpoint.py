@@ -321,8 +321,20 @@ def test_unknown_versions_and_settings_are_refused(tiny, tmp_path):
     del state["checksum"]  # an edit on purpose
     for change, says in (({"format": 99}, "format 99"), ({"model": {**state["model"], "n_experts": 8}}, "n_experts")):
         file.write_text(json.dumps({**state, **change}))
-        with pytest.raises(ValueError, match=says):
-            load_model(tmp_path)
+        for read in (load_model, read_state):
+            with pytest.raises(ValueError, match=says):
+                read(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["model", "train", "tokenizer", "files"])
+def test_a_state_that_lacks_something_is_damaged(tiny, tmp_path, key):
+    write(tmp_path, tiny())
+    file = tmp_path / "ckpt_last/state.json"
+    state = json.loads(file.read_text())
+    del state["checksum"], state[key]
+    file.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=f"state.json is damaged.*{key}"):
+        read_state(tmp_path)
 
 
 # --- interruption ---------------------------------------------------------------------------------------------------
