@@ -23,7 +23,7 @@ import functools
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
@@ -71,6 +71,9 @@ class ModelConfig:
         for name in (*positive, "max_seq_len", "rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 found.append(f"{name} ({getattr(self, name)}) must be positive.")
+        for name in ("pos", "norm", "mlp"):
+            if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name])):
+                found.append(f"{name} ({getattr(self, name)!r}) must be one of {choices}.")
         for name in ("nope_every", "logit_softcap"):
             if getattr(self, name) < 0:
                 found.append(f"{name} ({getattr(self, name)}) must be 0 (off) or positive.")
@@ -567,7 +570,8 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
         raise ValueError("the logits contain NaN or infinity: the weights are damaged. Sample an earlier checkpoint.")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # max 0: no overflow at small temperatures
+    # max 0: no overflow at small temperatures, which fp32 must not round to 0 either
+    logits = (logits - logits.max(-1, keepdim=True).values) / max(temperature, 1e-30)
     if top_k and top_k < logits.shape[-1]:
         values, ids = logits.topk(top_k)
         logits = torch.full_like(logits, -torch.inf).scatter(-1, ids, values)

@@ -72,4 +72,6 @@ def test_every_problem_is_listed_at_once():
     with pytest.raises(ValueError) as error:
         GPT(cfg)
     assert all(p in str(error.value) for p in problems)
+    for name in ("pos", "norm", "mlp"):  # anything but the one name would quietly mean the other
+        assert [p for p in tiny_config(**{name: "rms"}).problems() if name in p and "'rms'" in p]
     assert tiny_config(pos="learned", nope_every=2).problems() and not ModelConfig().problems()

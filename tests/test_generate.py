@@ -195,7 +195,8 @@ def test_ties_and_extremes():
     assert len(support(logits=equal, top_k=3)) == 3 and len(support(logits=equal, top_k=1)) == 1
     assert support(logits=equal, temperature=0) == [0] and len(support(logits=equal, top_p=0.0)) == 1
     huge = torch.tensor([[-torch.inf, 3e38, -3e38, 3e38]])
-    for settings in ({}, dict(temperature=1e-8), dict(top_k=3), dict(top_p=0.9), dict(min_p=0.5)):
+    for settings in ({}, dict(temperature=1e-8), dict(temperature=1e-300), dict(top_k=3), dict(top_p=0.9),
+                     dict(min_p=0.5)):
         assert support(logits=huge, **settings) == [1, 3]
 
 
