@@ -239,7 +239,10 @@ def read_meta(data_dir: str | Path) -> dict:
         meta = json.loads(path.read_text(encoding="utf-8"))
         version = meta["version"]
         missing = {"tokenizer", "vocab_size", "boundary_id", "data_fingerprint", "splits"} - set(meta)
-    except (ValueError, KeyError, TypeError) as error:
+        if version == META_VERSION and not missing:
+            [(entry["file"], entry["tokens"], entry["checksum"]) for split in meta["splits"].values()
+             for entry in split["shards"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not describe a data set ({type(error).__name__}: {error}).\n"
                          "  Make the data set again with prepare.py.") from None
     if version != META_VERSION or missing:

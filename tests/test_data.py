@@ -219,8 +219,12 @@ def test_the_data_fingerprint_follows_the_contents(tmp_path, folder):
     assert read_meta(make_set(tmp_path / "other", train=[1000, 37, 1001], val=[101]))["data_fingerprint"] != value
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 1}', '{"version": 2, "splits": {}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 1}', '{"version": 2, "splits": {}}',
+                                     '"splits": []', '"splits": {"train": []}',
+                                     '"splits": {"train": {"shards": [{"file": "a"}]}}'])
 def test_a_broken_meta_is_refused(folder, content):
+    if content.startswith('"'):  # one wrong entry in a whole file
+        content = json.dumps(read_meta(folder) | json.loads(f"{{{content}}}"))
     (folder / "meta.json").write_text(content)
     with pytest.raises(ValueError, match=r"meta\.json .*\n  Make the data set again"):
         TokenData(folder, "train", seq_len=8)
