@@ -77,6 +77,8 @@ def report(model, tokenizer, *, counts=None, touched=(), words=()) -> tuple[dict
     cfg, V = model.cfg, tokenizer.vocab_size
     head = model.head_weight.detach().float().cpu()[:V]  # (V, C)
     rows = model.embed.weight.detach().float().cpu()[:V]
+    if not (head.isfinite().all() and rows.isfinite().all()):
+        raise ValueError("the table contains NaN or infinity: the weights are damaged. Try an earlier checkpoint.")
     norms = rows.norm(dim=1).numpy()
     specials = {i: name for name, i in tokenizer.special_ids.items()}
     if counts is not None and (counts == 0).sum() > 1:

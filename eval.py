@@ -12,6 +12,7 @@ vocabularies.
 
 import argparse
 import json
+import math
 import signal
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def parse(argv):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("run", help="run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)")
     p.add_argument("--data", metavar="FOLDER", help="data set (default: the one the run was trained on)")
-    p.add_argument("--split", default="val", help="val or train (val)")
+    p.add_argument("--split", default="val", choices=("val", "train"), help="(val)")
     p.add_argument("--max_tokens", type=float, metavar="N",
                    help="at most so many, in windows spread evenly over the split (default: all)")
     p.add_argument("--seq_len", type=int, metavar="N", help="context of a window (default: the run's)")
@@ -48,7 +49,8 @@ def data_folder(args, trained: dict) -> Path:
         return Path(args.data)
     trained_on = trained.get("data_dir")
     if trained_on is None:
-        raise ValueError(f"{args.run} does not say what data it was trained on.\n  Name a data set: --data data/NAME")
+        raise FileNotFoundError(f"{args.run} does not say what data it was trained on.\n"
+                                "  Name a data set: --data data/NAME")
     if not Path(trained_on).is_dir():
         raise FileNotFoundError(f"{trained_on}, the data {args.run} was trained on, not found from here.\n"
                                 "  Say where it is: --data FOLDER")
@@ -158,6 +160,8 @@ def main():
             print(json.dumps(result) if args.json else embeddings.text(result))
             return
         r = held_out(args, model, tokenizer, trained, seq_len, device)
+        if not math.isfinite(r["loss"]):
+            raise ValueError(f"the loss is {r['loss']}: the weights are damaged. Try an earlier checkpoint.")
         bpb = "no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte"
         print(json.dumps(r) if args.json else f"{args.split}: loss {r['loss']:.4f} nats per token | perplexity "
               f"{r['ppl']:.2f} | {bpb} | {r['tokens']:,} tokens, {r['bytes']:,} bytes")

@@ -316,9 +316,19 @@ def test_an_untied_model_is_judged_by_its_head(made, tmp_path, measure, call):
     with torch.no_grad():
         untied.embed.weight.normal_(std=0.02)
     checkpoint.save(tmp_path / "untied", "ckpt_last", model=untied, tokenizer=tokenizer, model_cfg=untied.cfg, state={})
-    code, _, err = call("--embeddings", run=tmp_path / "untied")
-    assert code == 2 and "--data" in err  # it does not say what it was trained on
+    code, out, err = call("--embeddings", run=tmp_path / "untied")
+    assert code == 0 and "untied" in out and "--data" in err  # it does not say what it was trained on: no counts
     r = measure("--embeddings", "--data", data, run=tmp_path / "untied")
     assert {"<|pad|>", " zebra"} <= names(r["undertrained"]) and r["unused_direction"]["rows"] == r["never"]
     total = sum(p.numel() for p in untied.parameters())
     assert r["table"]["share"] == pytest.approx(2 * untied.embed.weight.numel() / total)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--embeddings"]])
+def test_damaged_weights_are_no_result(made, tmp_path, call, flags):
+    run, data = made
+    model, tokenizer, state = checkpoint.load_model(run)
+    model.embed.weight.data[5] = math.nan
+    checkpoint.save(tmp_path / "run", "ckpt_last", model=model, tokenizer=tokenizer, model_cfg=model.cfg, state={})
+    code, out, err = call("--data", data, *flags, run=tmp_path / "run")
+    assert code == 2 and out == "" and "weights" in err and "damaged" in err
