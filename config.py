@@ -310,6 +310,8 @@ class TrainConfig:
                      "weight_decay", "z_loss", "keep", "seed"):
             if getattr(self, name) < 0:
                 found.append(f"{name} ({getattr(self, name)}) must be 0 or more.")
+        if self.seed >= 2**63:
+            found.append(f"seed ({self.seed}) must be less than 2**63.")
         for name in ("decay_fraction", "min_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1].")

@@ -112,6 +112,8 @@ def parse(argv):
     for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("top_k", 0), ("seed", 0), ("temperature", 0)):
         if not getattr(args, name) >= least:
             p.error(f"--{name} is {getattr(args, name)}; it must be {least} or more.")
+    if args.seed >= 2**63:
+        p.error(f"--seed is {args.seed}; it must be less than 2**63.")
     for name in ("top_p", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             p.error(f"--{name} is {getattr(args, name)}; it must lie between 0 and 1.")

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from config import ConfigError, describe, load, save_json, to_dict
+from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from model import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +98,10 @@ def test_check_spans_dataclasses():
         return ["too long"] if r.max_steps > m.max_seq_len else []
     assert refusal("--max_steps=3000", classes=(ModelConfig, Run), check=check) == "too long"
     load((ModelConfig, Run), ["--max_steps=30"], check=check)
+
+
+def test_a_seed_beyond_64_bits_is_refused():
+    assert "seed" in TrainConfig(seed=2**63).problems()[0] and TrainConfig(seed=2**63 - 1).problems() == []
 
 
 def write(folder: Path, text: str, name="c.py") -> str:

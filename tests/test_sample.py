@@ -203,6 +203,7 @@ def test_the_run_folder_is_enough_wherever_it_lies_on_any_console(run, tmp_path)
 
 @pytest.mark.parametrize("flags, word", [
     (["--num_samples", "0"], "num_samples"), (["--temperature", "-1"], "temperature"), (["--top_k", "-1"], "top_k"),
+    (["--seed", str(2**63)], "--seed is"),
     (["--temperature", "nan"], "temperature"), (["--top_p", "1.5"], "top_p"), (["--max_new_tokens", "-1"], "max_new"),
     (["--prompt", "a", "--interactive"], "not allowed"), (["--promt", "a"], "--promt"), (["--device", "tpu"], "tpu"),
     (["--temp", "1"], "--temp"),
