@@ -7,12 +7,12 @@
                                             of the other files, which are compared before anything is used
     out/run/ckpt_best/, out/run/ckpt_step_0001000/   the same; numbered ones are hard links and cost no writing
 
-*Saving.*  Everything is written into ckpt_x.new and fsynced, state.json last.  Then ckpt_x is renamed to ckpt_x.old,
-ckpt_x.new to ckpt_x, and the old one removed.  No portable call swaps two folders, so a kill can fall between the two
-renames; then both neighbours are complete.  Readers therefore look at ckpt_x, a complete ckpt_x.new and ckpt_x.old, in
-this order, and change nothing, since another process may be saving; the next save, or `recover` at the start of a run,
-finishes or undoes what was cut off.  (A symlink to numbered folders could be swapped in one call, but would not survive
-copying a run to a machine or file system without links.)
+*Saving.*  Everything is written into ckpt_x.new and fsynced, state.json last.  Then ckpt_x becomes ckpt_x.replaced,
+ckpt_x.new becomes ckpt_x, and the replaced one is removed.  No portable call swaps two folders, so a kill can fall
+between the two renames; then both neighbours are complete.  Readers therefore look at ckpt_x, a complete ckpt_x.new and
+ckpt_x.replaced, in this order, and change nothing, since another process may be saving; the next save, or `recover` at
+the start of a run, finishes or undoes what was cut off.  (A symlink to numbered folders could be swapped in one call,
+but would not survive copying a run to a machine or file system without links.)
 
 *Names.*  torch.compile and DistributedDataParallel put `_orig_mod.` and `module.` before names.  Saving goes through
 the bare module and loading strips them, so files never depend on how a run was started.  Optimizer state goes by name,
@@ -95,7 +95,7 @@ def save(run_dir, name: str, *, model, tokenizer: Tokenizer, model_cfg: ModelCon
 
 def recover(run_dir):
     """Finish or undo a save that was cut off and clear away its rest.  For the one process that writes the run."""
-    for folder in {p.with_suffix("") for p in Path(run_dir).glob("ckpt_*") if p.suffix in (".new", ".old")}:
+    for folder in {p.with_suffix("") for p in Path(run_dir).glob("ckpt_*") if p.suffix in (".new", ".replaced")}:
         standing = _standing(folder)
         if standing not in (folder, None):
             os.rename(standing, folder)
@@ -140,7 +140,7 @@ def _seal(folder: Path, facts: dict):
 
 def _publish(aside: Path, folder: Path):
     """Put a sealed folder in the other's place; at every moment in between _standing finds a complete one."""
-    old = folder.with_suffix(".old")
+    old = folder.with_suffix(".replaced")
     if folder.exists():
         os.rename(folder, old)
     os.rename(aside, folder)
@@ -260,7 +260,7 @@ def find(path, which: str | None = None) -> Path:
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
-    return folder.with_suffix(".new"), folder.with_suffix(".old")
+    return folder.with_suffix(".new"), folder.with_suffix(".replaced")
 
 
 def _standing(folder: Path) -> Path | None:
@@ -279,21 +279,26 @@ def _read(path, which, use):
     """use(folder, state), again if a save replaced the folder meanwhile (a sample drawn while the model trains)."""
     for _ in range(20):
         folder = find(path, which)
-        before = _inode(folder)
+        before = _identity(folder)
         try:
             result = use(folder, _parse_state(folder))
         except (OSError, ValueError):
-            if before and _inode(folder) == before:  # the folder is as it was, so the fault is in it
+            if before and _identity(folder) == before:  # the folder is as it was, so the fault is in it
                 raise
         else:
-            if _inode(folder) == before:
+            if _identity(folder) == before:
                 return result
         time.sleep(0.05)
     raise OSError(f"{folder} is replaced faster than it can be read.\n  Raise --save_interval, or read a copy.")
 
 
-def _inode(folder: Path) -> int | None:
-    return folder.stat().st_ino if folder.exists() else None
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder stands there; the number alone would not do, since the second save from now may get it again."""
+    try:
+        stat = folder.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _parse_state(folder: Path) -> dict:

@@ -281,7 +281,7 @@ def kill_and_resume(data, folder, kills: int, rng, **changes) -> dict:
             process.join()
             assert process.exitcode == -signal.SIGKILL, output.read_text()
             seen["kills"] += 1
-            seen["amid a save"] += bool([*out.glob("*.new"), *out.glob("*.old")])
+            seen["amid a save"] += bool([*out.glob("*.new"), *out.glob("*.replaced")])
             if out.exists() and (flags or list(out.glob("ckpt_last*"))):
                 step = checkpoint.read_state(out, "last")["progress"]["step"]
                 assert step >= lower

@@ -293,7 +293,7 @@ def test_full_disk_while_saving(data, tmp_path, monkeypatch, capsys, fails):
         assert "No space left on device" in (told := capsys.readouterr().out) and "tries again" in told
     assert runs.progress(tmp_path / "run")["step"] == (3 if fails == {6} else 6)
     checkpoint.load_model(tmp_path / "run")
-    assert list((tmp_path / "run").glob("*.new")) == list((tmp_path / "run").glob("*.old")) == []
+    assert list((tmp_path / "run").glob("*.new")) == list((tmp_path / "run").glob("*.replaced")) == []
 
 
 def test_a_new_run_keeps_the_old_checkpoints(data, tmp_path):
