@@ -1,4 +1,5 @@
 # make demo   a model from nothing in minutes on a CPU: data, training, held-out score, a sample
+# make env    only the environment .venv, which the others make when it is missing
 # make test   the whole suite on CPU
 # make lint   ruff
 # make faults the long fault injections, up to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
@@ -7,19 +8,21 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: demo test lint exchange faults clean
+.PHONY: demo env test lint exchange faults clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(PY) prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
 	$(PY) train.py configs/demo.py
 	$(PY) eval.py out/demo
-	@echo; echo '$$ python sample.py out/demo --prompt "    def read"'
-	@$(PY) sample.py out/demo --prompt "    def read" --max_new_tokens 150 --temperature 0.9 --top_p 0.9 --seed 4
+	@echo
+	$(PY) sample.py out/demo --prompt "    def read" --max_new_tokens 150 --temperature 0.9 --top_p 0.9 --seed 4
 	@echo; echo "The loss curve is out/demo/loss.png. Try next:"
 	@echo '  $(PY) sample.py out/demo --interactive'
 	@echo '  $(PY) eval.py out/demo --embeddings'
 	@echo '  $(PY) account.py configs/stack100m.py'
+
+env: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2

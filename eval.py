@@ -158,6 +158,8 @@ def main():
                 print(f"eval.py: no picture: {error}", file=sys.stderr)
                 result["png"] = None
             print(json.dumps(result) if args.json else embeddings.text(result))
+            if result["png"] and not args.json:
+                print(f"\nDrawn in {picture}")
             return
         r = held_out(args, model, tokenizer, trained, seq_len, device)
         if not math.isfinite(r["loss"]):

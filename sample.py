@@ -41,6 +41,7 @@ def typed_prompts():
             import readline  # noqa: F401 (gives input() a history)
         except ImportError:
             pass
+        print("A line is a prompt; Ctrl-C stops a text, Ctrl-D leaves.")
     while True:
         try:
             yield input("> " if terminal else "")
