@@ -281,7 +281,7 @@ def _data_fingerprint(fingerprint, splits):
 
 def _natural(name):
     """A sort key by which shard_2 precedes shard_10; the order of a folder's listing differs between machines."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", name))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -481,25 +481,26 @@ def test_document_ids_count_boundaries():
 
 
 def test_an_error_in_the_thread_reaches_the_consumer_and_closing_is_clean(folder, monkeypatch):
-    data = TokenData(folder, "train", seq_len=8)
+    data, before = TokenData(folder, "train", seq_len=8), set(threading.enumerate())  # other tests' may still be there
     batches = Batches(data, seed=0, micro_batch_size=1, batch_seqs=1)
     next(batches)
+    assert any(t.name.startswith("batches") for t in set(threading.enumerate()) - before)
     path = folder / "train_000002.bin"
     path.write_bytes(path.read_bytes()[:1100])  # cut while it is in use
     with pytest.raises(ValueError, match="train_000002.bin ends before token"):
         for _ in range(200):
             next(batches)
     batches.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("batches")]
 
 
 def test_a_consumer_that_stops_early_leaves_no_thread(folder):
-    data = TokenData(folder, "train", seq_len=8)
+    data, before = TokenData(folder, "train", seq_len=8), set(threading.enumerate())
     for _ in range(3):
         for _batch in Batches(data, seed=0, micro_batch_size=1, batch_seqs=1):
             break
     gc.collect()
-    for thread in [t for t in threading.enumerate() if t.name.startswith("batches")]:
+    for thread in [t for t in set(threading.enumerate()) - before if t.name.startswith("batches")]:
         thread.join(5)
         assert not thread.is_alive()
 
