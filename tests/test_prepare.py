@@ -284,7 +284,8 @@ def test_killed_by_the_clock(tmp_path, corpus):
             break
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT if attempt % 2 else signal.SIGKILL)
-            assert process.wait() in (130, 0) if attempt % 2 else process.wait() == -signal.SIGKILL
+            # 0: it ended just before; -SIGINT (a shell's 130): it was still importing, before main could catch anything
+            assert process.wait() in ((130, -signal.SIGINT, 0) if attempt % 2 else (-signal.SIGKILL, 0))
     assert process.returncode == 0
     killed, straight = contents(tmp_path / "killed"), contents(tmp_path / "straight")
     assert [name for name in straight if killed.get(name) != straight[name]] == [] and len(killed) == len(straight)
