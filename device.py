@@ -1,4 +1,4 @@
-"""What the machine is and can do: device, number format, peak rate, compiler.
+"""What the machine is and can do: device, number format, peak rate.
 
 The device is decided first, the format after it, so that `--device=cpu` on a machine with a GPU never inherits the
 GPU's format.  What cannot be known is None or refused, never guessed: a wrong peak gives a wrong MFU, which looks like
@@ -8,7 +8,6 @@ any other number.
 import ctypes
 import os
 import re
-import warnings
 
 import torch
 
@@ -70,23 +69,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def autocast(device: torch.device, dtype: torch.dtype):
     """The context in which forward passes run."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-
-
-def compile_or_not(function):
-    """torch.compile(function) for fixed shapes; the function itself, with one warning, where nothing compiles."""
-    fast = torch.compile(function, dynamic=False)
-
-    def call(*args):
-        try:
-            return fast(*args)
-        except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
-            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise
-            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
-                          f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
-            torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
-            return function(*args)
-    return call
 
 
 def keep_freed_memory():

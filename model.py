@@ -148,29 +148,34 @@ def _chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z
     return torch.where(valid, loss, 0)
 
 
+def compile_or_not(function):
+    """torch.compile(function) for fixed shapes; the function itself, with one warning, where nothing compiles."""
+    fast = torch.compile(function, dynamic=False)
+
+    def call(*args):
+        try:
+            return fast(*args)
+        except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
+                          f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
+            torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
+            return function(*args)
+    return call
+
+
 @functools.cache
 def _compiled_chunk_arithmetic():
-    return torch.compile(_chunk_arithmetic, dynamic=False)
-
-
-@functools.cache
-def _no_compiler(reason: str):
-    warnings.warn(f"the loss head runs uncompiled, slower: {reason}", stacklevel=2)
+    return compile_or_not(_chunk_arithmetic)
 
 
 def _run_chunk_arithmetic(logits, *args):
-    failed = _no_compiler.cache_info().currsize > 0  # trying again would cost seconds a chunk
-    if failed or logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or len(logits) < 2:
+    if logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or len(logits) < 2:
         return _chunk_arithmetic(logits, *args)
     for tensor in (logits, *args[:2]):  # one graph for all chunk lengths; a length of 1 would get its own
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    try:
-        return _compiled_chunk_arithmetic()(logits, *args)
-    except Exception as error:  # no C++ compiler, no triton: the plain twin gives the same numbers
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise
-        _no_compiler(type(error).__name__)
-        return _chunk_arithmetic(logits, *args)
+    return _compiled_chunk_arithmetic()(logits, *args)
 
 
 def _add(total, part):

@@ -28,9 +28,9 @@ from tqdm import tqdm
 import checkpoint
 from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from data import Batches, TokenData, document_ids, iterate_windows
-from device import autocast, compile_or_not, keep_freed_memory, peak_flops, pick_device, pick_dtype
+from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
 from metrics import RunLog, evaluate
-from model import GPT, ModelConfig, flops_per_token, generate, num_params
+from model import GPT, ModelConfig, compile_or_not, flops_per_token, generate, num_params
 from optim import lr_scale, make_optimizers
 from parallel import connect, disconnect, parallelize, read_ranks
 from tokenizer import Tokenizer

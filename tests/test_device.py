@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import device as device_module
-from device import autocast, compile_or_not, peak_flops, pick_device, pick_dtype
+from device import autocast, peak_flops, pick_device, pick_dtype
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 
@@ -96,26 +96,6 @@ def test_autocast(dtype):
         assert (x @ x).dtype == dtype
         assert torch.is_autocast_enabled("cpu") == (dtype != torch.float32)
     assert (x @ x).dtype == torch.float32
-
-
-def test_no_compiler(monkeypatch):
-    """The first failure warns once and turns to plain calls for good; other errors are the function's own."""
-    tried, stances = [], []
-
-    def fake_compile(function, dynamic):
-        def call(*args):
-            tried.append(args)
-            raise torch._inductor.exc.InductorError(RuntimeError("No working C++ compiler found\nin PATH"), None)
-        return call
-    monkeypatch.setattr(torch, "compile", fake_compile)
-    monkeypatch.setattr(torch.compiler, "set_stance", stances.append)
-    with pytest.warns(UserWarning, match="No working C.. compiler found.*--compile=false") as caught:
-        assert compile_or_not(lambda a, b: a + b)(1, 2) == 3
-    assert (tried, stances, len(caught)) == ([(1, 2)], ["force_eager"], 1)
-
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    with pytest.raises(ZeroDivisionError):
-        compile_or_not(lambda a: a / 0)(1)
 
 
 def test_keeping_memory_is_harmless_where_there_is_no_glibc(monkeypatch):
