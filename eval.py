@@ -60,7 +60,8 @@ def data_folder(args, trained: dict) -> Path:
 def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
     """The split, once shards and checkpoint are known to speak of the same tokens."""
     from checkpoint import find
-    from data import TokenData, read_meta
+    from data import TokenData
+    from shards import read_meta
     meta = read_meta(folder)
     if meta["tokenizer"] not in ("", tokenizer.fingerprint):  # "": foreign shards, which do not say
         raise ValueError(
@@ -108,7 +109,7 @@ def count_ids(data, max_tokens: float | None):
     import numpy as np
     from tqdm import tqdm
 
-    from data import open_shard
+    from shards import open_shard
     counts, left = np.zeros(data.vocab_size, np.int64), min(int(max_tokens or data.n_tokens), data.n_tokens)
     block = 1 << 24
     with tqdm(total=left, unit="tok", unit_scale=True, leave=False, disable=None, desc="counting") as bar:

@@ -47,6 +47,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shards import open_shard, read_header, read_meta, verify_shard, write_meta
 from sources import Reader, Source
 
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
@@ -190,7 +191,6 @@ def make(job):
                 clean(job.folder, *OURS)
                 raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
                                  f"and val{left_out(report(job, state))}.\n  Give more text.")
-            from data import write_meta
             write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
                        vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits,
                        command=command, tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
@@ -253,7 +253,6 @@ def is_made(folder, command):
     """Whether the folder holds the finished work of this command. That of another one is refused."""
     if not (folder / "meta.json").exists():
         return False
-    from data import read_header, read_meta
     from writer import check_same
     meta = read_meta(folder)
     check_same(folder, meta.get("command", {}), command)
@@ -418,7 +417,6 @@ def left_out(sources):
 
 
 def summary(folder):
-    from data import read_meta
     meta = read_meta(folder)
     lines = [f"{folder}: {meta['vocab_size']:,} ids, tokenizer {meta['tokenizer'][:12] or 'gpt2'}"]
     for name, split in meta["splits"].items():
@@ -447,7 +445,6 @@ def summary(folder):
 
 def blocks(folder, meta, split):
     """The tokens of a split, at most 2^20 at a time."""
-    from data import open_shard
     if split not in meta["splits"]:
         raise ValueError(f"{folder} has no split {split!r}.\n  It has {', '.join(meta['splits'])}.")
     for shard in meta["splits"][split]["shards"]:
@@ -457,7 +454,6 @@ def blocks(folder, meta, split):
 
 
 def open_set(folder):
-    from data import read_meta
     meta, tokenizer = read_meta(folder), load_tokenizer(folder)
     if meta["tokenizer"] not in ("", tokenizer.fingerprint):  # "": shards of llm.c, which name none
         raise ValueError(f"{folder}/tokenizer.json is not the tokenizer that meta.json names.{ANEW}")
@@ -466,7 +462,6 @@ def open_set(folder):
 
 def verify(folder):
     """Every checksum, id, document and byte of a set against headers, meta.json and tokenizer."""
-    from data import verify_shard
     meta, tokenizer = open_set(folder)
     print(summary(folder))
     for name, split in meta["splits"].items():

@@ -31,6 +31,8 @@ import time
 
 import numpy as np
 
+from shards import ShardWriter
+
 SAVE_SECONDS = 10  # between two records of progress
 BLOCK = 1 << 20  # tokens handled together where a whole shard would be too much
 
@@ -272,7 +274,6 @@ class Split:
         self.held, self.n_held = [], 0
 
     def finish_shard(self):
-        from data import ShardWriter  # not before: data brings torch, whose 200 MB training a tokenizer can do without
         self.flush()
         self.file.close()
         documents = size = 0

@@ -1,6 +1,6 @@
 """Small real training runs for the tests: a data set, settings, what a run left on disk, and processes to run it in.
 
-Nothing is faked: text is the standard library's source, the tokenizer is trained, the shards are written by data.py.
+Nothing is faked: text is the standard library's source, the tokenizer is trained, the shards are written by shards.py.
 Runs go through train.run in this process where a process of their own is not the point, since a start of Python and
 torch takes seconds; where it is, `start` forks one from a server that has imported both.
 """
@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 
 import train
 from config import TrainConfig, save_json
-from data import write_meta, write_shard
 from metrics import read_log
 from model import ModelConfig
+from shards import write_meta, write_shard
 from tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,9 +15,10 @@ import checkpoint
 import embeddings
 import eval as evaluation
 from config import TrainConfig
-from data import Batches, ShardWriter, TokenData, document_ids, open_shard, write_meta
+from data import Batches, TokenData, document_ids
 from model import GPT
 from optim import make_optimizers
+from shards import ShardWriter, open_shard, write_meta
 from tokenizer import train_tokenizer
 
 WORDS = ("apple river stone naïve café over 😀 under bread water seven green house night paper sugar table train "
