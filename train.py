@@ -9,7 +9,7 @@
 Ctrl-C, SIGTERM or a lost terminal finishes the step, saves and leaves with exit code 0; a second one leaves at once.
 
 A run that was stopped or killed and resumed is the run that never stopped: batches, dropout and learning rate are
-functions of the position (seed, step, micro step, rank), the rest of the state is in the checkpoint, and hyper-
+functions of the position (seed, step, micro step, data rank), the rest of the state is in the checkpoint, and hyper-
 parameters come from the command line again.  Steps whose gradient is not finite are skipped, by all ranks together.
 """
 
@@ -42,16 +42,19 @@ class RunFailed(RuntimeError):
 
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
     """Problems that span both dataclasses and the number of ranks."""
-    found, world_size = [], read_ranks().world_size
+    found, dp_size = [], read_ranks().dp_size
     if cfg.seq_len > model_cfg.max_seq_len:
         found.append(f"seq_len ({cfg.seq_len}) is more than max_seq_len ({model_cfg.max_seq_len}). "
                      "Lower the first or raise the second.")
-    unit = cfg.seq_len * cfg.micro_batch_size * world_size
+    row = cfg.seq_len * dp_size
+    unit = row * cfg.micro_batch_size
     if cfg.batch_tokens % unit:
         below, above = cfg.batch_tokens // unit * unit, -(-cfg.batch_tokens // unit) * unit
+        micro = next((n for n in range(cfg.micro_batch_size, 0, -1) if cfg.batch_tokens % (row * n) == 0), None)
         found.append(f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
-                     f"({cfg.seq_len} * {cfg.micro_batch_size} * {world_size} = {unit}). Set it to "
-                     f"{' or '.join(str(n) for n in (below, above) if n)}.")
+                     f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size} = {unit}). Set it to "
+                     f"{' or '.join(str(n) for n in (below, above) if n)}"
+                     f"{f', or micro_batch_size to {micro}' if micro else ''}.")
     return found
 
 
@@ -97,7 +100,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     token_bytes = tokenizer.token_bytes()
     docs_of = (lambda x: document_ids(x, tokenizer.boundary_id)) if cfg.doc_mask else (lambda x: None)
     batch_seqs = cfg.batch_tokens // cfg.seq_len
-    micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.world_size)
+    micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.dp_size)
 
     # 4. model -------------------------------------------------------------------------------------------------------
     state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None}
@@ -173,11 +176,11 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     say(describe((model_cfg, cfg)))
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
-        f"{cfg.batch_tokens:,} a step = {ranks.world_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
+        f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
 
     # 8. loop --------------------------------------------------------------------------------------------------------
     batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, batch_seqs=batch_seqs,
-                      rank=ranks.rank, world_size=ranks.world_size, start_seq=state["seqs_seen"], device=device)
+                      rank=ranks.dp_rank, world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
     at_exit.callback(batches.close)
     first_step, saved_step = state["step"], state["step"] if resuming else None
 
@@ -198,7 +201,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
 
     def held_out():
         windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=max(cfg.eval_tokens // cfg.seq_len, 1),
-                                  rank=ranks.rank, world_size=ranks.world_size)
+                                  rank=ranks.dp_rank, world_size=ranks.dp_size)
         return evaluate(model, stop.cut_short(windows), token_bytes, device=device, dtype=dtype, ranks=ranks,
                         rows=cfg.micro_batch_size, boundary_id=tokenizer.boundary_id if cfg.doc_mask else None)
 
@@ -248,13 +251,13 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             x, y = next(batches)  # (b, T) each
             wait += time.perf_counter() - fetching
             if model_cfg.dropout:  # randomness as a function of the position, so that a resumed run draws the same
-                torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.rank)) % 2**63)
+                torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.dp_rank)) % 2**63)
             if ranks.world_size > 1:  # set before the forward, where DDP reads it: gradients travel once a step
                 replica.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast(device, dtype):
                 nats = replica(x, y, docs=docs_of(x), z_loss=cfg.z_loss, reduction="sum")
             # divided by what the step holds, not per micro-batch: each token weighs the same; DDP averages over ranks
-            scaler.scale(nats * (ranks.world_size / cfg.batch_tokens)).backward()
+            scaler.scale(nats * (ranks.dp_size / cfg.batch_tokens)).backward()
             totals += torch.stack((nats.detach(), (y != -100).sum()))
         for optimizer in optimizers:
             scaler.unscale_(optimizer)

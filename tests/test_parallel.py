@@ -258,6 +258,13 @@ def test_a_rank_that_cannot_be_is_refused(monkeypatch, env):
         read_ranks()
 
 
+def test_groups_that_do_not_divide_are_refused(monkeypatch):
+    for key, value in dict(RANK="0", WORLD_SIZE="3", MASTER_ADDR="node0").items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match="tp is 2, and 3 processes"):
+        read_ranks(tp=2)
+
+
 def test_a_leftover_rank_is_harmless(data, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -268,8 +275,10 @@ def test_batch_that_does_not_divide(data, tmp_path, monkeypatch):
     """Refused before any group is joined, with the numbers and the nearest that work: F03."""
     monkeypatch.setattr(train, "read_ranks", lambda: Ranks(0, 0, 3))
     found = train.check(*runs.settings(data, tmp_path))
-    assert found == ["batch_tokens (256) must be a multiple of seq_len * micro_batch_size * ranks (32 * 2 * 3 = 192). "
-                     "Set it to 192 or 384."]
+    said = "batch_tokens ({}) must be a multiple of seq_len * micro_batch_size * ranks (32 * 2 * 3 = 192). "
+    assert found == [said.format(256) + "Set it to 192 or 384."]
+    found = train.check(*runs.settings(data, tmp_path, batch_tokens=288))
+    assert found == [said.format(288) + "Set it to 192 or 384, or micro_batch_size to 1."]
 
 
 def test_gpus(monkeypatch):
@@ -277,11 +286,14 @@ def test_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, device_id: joined.append(backend))
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
     joined = []
     assert connect(Ranks(9, 1, 16), torch.device("cuda")) == torch.device("cuda:1")
     assert connect(Ranks(), torch.device("cuda:1")) == torch.device("cuda:1")
     assert connect(Ranks(3, 3, 4), CPU) == CPU
     assert joined == ["nccl", "gloo"]
+    connect(ranks := Ranks(3, 3, 8, tp=2), CPU)
+    assert ranks.mesh == ((4, 2), ("dp", "tp")) and (ranks.dp_rank, ranks.dp_size) == (1, 4)
     with pytest.raises(ValueError, match="no GPU for local rank 2: PyTorch sees 2"):
         connect(Ranks(2, 2, 4), torch.device("cuda"))
     with pytest.raises(ValueError, match="each of the 2 ranks needs a GPU of its own"):
