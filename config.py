@@ -262,7 +262,7 @@ class TrainConfig:
     # data and run folder
     data_dir: str = "data/stack100m"  # what prepare.py made
     out_dir: str = "out/stack100m"  # run folder: config.json, log.jsonl, loss.png, checkpoints
-    init_from: str = "scratch"  # scratch, resume (continue out_dir), or a run folder whose weights to start from
+    init_from: str = "scratch"  # scratch, resume (continue out_dir); to finetune: a run folder, or hf:FOLDER
     allow_changes: bool = False  # resume although data, seq_len, seed, optimizer or architecture changed
     seed: int = 1337  # of initial weights, batch order, dropout and samples
     # batch

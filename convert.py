@@ -231,9 +231,9 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 """
 
 
-def import_model(source, out, *, tokenizer: str | None, assume_nfc: bool):
+def import_model(source, out, *, tokenizer: str | None):
     """A run folder from a Hugging Face folder or a checkpoint of nanoGPT."""
-    source, given = Path(source), None
+    source, given = Path(source.removeprefix("hf:")), None
     if not source.exists():
         raise FileNotFoundError(f"{source} not found.\n  Give a Hugging Face folder on this machine or nanoGPT's file.")
     if tokenizer is not None:
@@ -241,7 +241,7 @@ def import_model(source, out, *, tokenizer: str | None, assume_nfc: bool):
     if source.is_file():
         model, words = load_nanogpt(source, given)
     else:
-        model, words = hf.load_folder(source, tokenizer=given, assume_nfc=assume_nfc)
+        model, words = hf.load_folder(source, tokenizer=given)
     progress = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None}
     save_run(out, model, words, {"train": None, "progress": progress, "data": None,
                                  "imported_from": source.resolve().name})
@@ -378,8 +378,6 @@ def main(argv=None):
                                  help="number format of the matrices (f16)")
         elif name == "import":
             command.add_argument("--tokenizer", help="a data or run folder, or tiktoken's name, instead of DIR's own")
-            command.add_argument("--assume_nfc", action="store_true",
-                                 help="accept a tokenizer that normalizes text to NFC: yours is in NFC already")
     args = parser.parse_args(argv)
     try:
         out = Path(args.out)
@@ -396,7 +394,7 @@ def main(argv=None):
         elif args.command == "gguf":
             write_gguf(args.source, out, args.type)
         else:
-            import_model(args.source, out, tokenizer=args.tokenizer, assume_nfc=args.assume_nfc)
+            import_model(args.source, out, tokenizer=args.tokenizer)
     except (ValueError, OSError) as error:
         print(f"convert.py: {error}", file=sys.stderr)
         sys.exit(2)

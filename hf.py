@@ -23,7 +23,6 @@ and the whole vocabulary; one that differs anywhere is refused, because wrong id
 import json
 import random
 import re
-import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,12 +80,15 @@ def renamed(cfg: ModelConfig, whose: int) -> dict[str, list[str]]:
 
 
 def to_theirs(model: GPT, whose: int) -> dict[str, torch.Tensor]:
-    """The model's tensors under their names, in their shapes, without pad rows."""
+    """The model's tensors under their names, in their shapes, without pad rows; NaN and infinity are refused."""
     state, tensors = model.state_dict(), {}
     for theirs, ours in renamed(model.cfg, whose).items():
         tensor = torch.cat([state[name] for name in ours]) if len(ours) > 1 else state[ours[0]]
         if ours[0] in TABLES:
             tensor = tensor[:model.cfg.vocab_size]
+        if not tensor.isfinite().all():
+            raise ValueError(f"{' and '.join(ours)} has {int((~tensor.isfinite()).sum()):,} values that are NaN or "
+                             "infinite: the weights are damaged.\n  Use an earlier checkpoint.")
         if whose == GPT2 and theirs.endswith(CONV1D):
             tensor = tensor.t()
         tensors[theirs] = tensor.detach().cpu().contiguous()
@@ -325,7 +327,7 @@ def tokenizer_to_hf(tokenizer: Tokenizer) -> dict:
     return {
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [{"id": i, "content": name, **flags} for name, i in specials],
-        "normalizer": None,
+        "normalizer": {"type": "NFC"} if tokenizer.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": None,
         "decoder": byte_level,
@@ -371,7 +373,7 @@ def hard_strings(n: int, specials=()) -> list[str]:
     return texts[:n]
 
 
-def check_agreement(tokenizer: Tokenizer, theirs: dict, *, prepare=str) -> None:
+def check_agreement(tokenizer: Tokenizer, theirs: dict) -> None:
     """Raise ValueError with the first of 1,000 hard strings, or of the vocabulary, that the two encode differently."""
     try:
         import tokenizers
@@ -380,7 +382,7 @@ def check_agreement(tokenizer: Tokenizer, theirs: dict, *, prepare=str) -> None:
                          "tokenizer gives the same ids.\n  Install it with: pip install tokenizers") from None
     other = tokenizers.Tokenizer.from_str(json.dumps(theirs))
     words = [token.decode("utf-8", "ignore") for token in tokenizer.ranks]
-    texts = [prepare(text) for text in hard_strings(1000, tokenizer.special_ids) + words]
+    texts = hard_strings(1000, tokenizer.special_ids) + words
     for text, found in zip(texts, other.encode_batch(texts, add_special_tokens=False), strict=True):
         ids = tokenizer.encode(text, special=True)
         if ids != found.ids:
@@ -389,8 +391,9 @@ def check_agreement(tokenizer: Tokenizer, theirs: dict, *, prepare=str) -> None:
                              f"{found.ids[at:at + 8]} there.  It has rules that ranks and one pattern cannot express.")
 
 
-def tokenizer_from_hf(folder: Path, *, assume_nfc: bool = False) -> Tokenizer:
+def tokenizer_from_hf(folder) -> Tokenizer:
     """Our tokenizer with the ids of a folder's tokenizer.json, or a ValueError that says why there is none."""
+    folder = local(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found.\n  Save the tokenizer again with transformers, or name "
@@ -419,18 +422,16 @@ def tokenizer_from_hf(folder: Path, *, assume_nfc: bool = False) -> Tokenizer:
     if pattern is None:
         problems.append("only one split pattern, or GPT-2's with or without single digits, before byte level can be "
                         f"expressed; its pre_tokenizer is {json.dumps(pre)[:200]}.")
-    nfc = (data.get("normalizer") or {}).get("type") == "NFC"
-    if data.get("normalizer") and not (nfc and assume_nfc):
-        problems.append(f"it normalizes text ({data['normalizer']['type']}); here text is encoded as it is."
-                        + ("  If all your text is in NFC anyway: --assume_nfc" if nfc else ""))
+    if (normalizer := (data.get("normalizer") or {}).get("type")) not in (None, "NFC"):
+        problems.append(f"it normalizes text ({normalizer}); here there is NFC or nothing.")
     boundary = next((name for name in (BOUNDARY, *_end_tokens(folder, specials)) if name in specials), None)
     if boundary is None:
         problems.append(f"no special token can mark where documents start: {BOUNDARY} or an eos_token is needed.")
     if problems:
         raise ValueError(f"{path} cannot be converted with identical ids:\n  " + "\n  ".join(problems))
     ranks = {bytes(byte_of[letter] for letter in word): i for word, i in words.items()}
-    tokenizer = Tokenizer(pattern, ranks, specials, boundary=boundary)
-    check_agreement(tokenizer, data, prepare=(lambda text: unicodedata.normalize("NFC", text)) if nfc else str)
+    tokenizer = Tokenizer(pattern, ranks, specials, boundary=boundary, nfc=normalizer == "NFC")
+    check_agreement(tokenizer, data)
     return tokenizer
 
 
@@ -449,15 +450,24 @@ def _end_tokens(folder: Path, specials: dict[str, int]) -> list[str]:
 # Folders
 
 
-def load_folder(folder, *, tokenizer: Tokenizer | None = None, assume_nfc: bool = False) -> tuple[GPT, Tokenizer]:
+def local(folder) -> Path:
+    """The folder that a path means, or hf: and a path, as train.py and prepare.py take it; it is never downloaded."""
+    path = Path(str(folder).removeprefix("hf:"))
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no folder on this machine.\n  Download the model first: hf download NAME "
+                                f"--local-dir {path}")
+    return path
+
+
+def load_folder(folder, *, tokenizer: Tokenizer | None = None) -> tuple[GPT, Tokenizer]:
     """Model (fp32, CPU) and tokenizer of a local Hugging Face folder; refuses what cannot be expressed exactly."""
-    folder = Path(folder)
+    folder = local(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder / 'config.json'} not found.\n  Give a folder that save_pretrained wrote, or "
                                 "one from a model hub.")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings_from_hf(config, vocab_size=1)  # the reason a model cannot be read before any reason about its tokenizer
-    tokenizer = tokenizer or tokenizer_from_hf(folder, assume_nfc=assume_nfc)
+    tokenizer = tokenizer or tokenizer_from_hf(folder)
     cfg = settings_from_hf(config, tokenizer.vocab_size)
     return from_theirs(load_tensors(folder), cfg, GPT2 if cfg.pos == "learned" else LLAMA), tokenizer
 

@@ -74,7 +74,7 @@ def parse_args(argv):
     add("--out", help="folder of the data set (default: data/ and the name of the source)")
     add("--vocab_size", type=count, help="ids of the tokenizer to be trained, special ones included (default 32768)")
     add("--tokenizer", default="", help="use this one instead: gpt2 or another encoding of tiktoken, or where a "
-                                        "tokenizer.json is: a file, a data set, a run")
+                                        "tokenizer.json is: a file, a data set, a run, hf:FOLDER of Hugging Face's")
     add("--tokenizer_bytes", type=count, default=200_000_000, help="train it on a sample of this size (200e6)")
     add("--val_fraction", type=float, default=0.01, help="share of the documents held out for validation (0.01)")
     add("--max_tokens", type=count, help="stop at so many tokens, for example 10e9 (default: all)")
@@ -169,7 +169,7 @@ def make(job):
     job.sources = [Source(**{"text_key": job.text_key, **source}) for source in job.recipe]
     command = {"sources": [source.identity for source in job.sources],
                "options": {key: value for key in OPTIONS if (value := getattr(job, key)) not in (None, "")}}
-    if os.path.exists(job.tokenizer):  # what is in the file counts, not where it lies
+    if os.path.exists(job.tokenizer.removeprefix("hf:")):  # what is in the file counts, not where it lies
         command["options"]["tokenizer"] = load_tokenizer(job.tokenizer).fingerprint
     if is_made(job.folder, command):
         clean(job.folder, *LEFTOVERS)
@@ -292,8 +292,11 @@ def get_tokenizer(job, state):
 
 
 def load_tokenizer(name):
-    """From a file, a data set, a checkpoint or a run; or one of tiktoken's."""
+    """From a file, a data set, a checkpoint, a run, hf: and a Hugging Face folder; or one of tiktoken's."""
     from tokenizer import Tokenizer
+    if str(name).startswith("hf:"):
+        from hf import tokenizer_from_hf
+        return tokenizer_from_hf(name)
     if not os.path.exists(name) and "/" not in str(name) and not str(name).endswith(".json"):
         return Tokenizer.from_tiktoken(name)
     runs = sorted(Path(name).glob("ckpt_*/tokenizer.json"))  # any checkpoint of a run will do: they share one

@@ -21,6 +21,9 @@ tiktoken and rustbpe are fast and have edges, which are blunted here:
   caller says special=True, and no name of a special token can upset its regex;
 - rustbpe only trains. Its encoder loses data on long runs.
 
+Text is encoded as it is, with one exception: a tokenizer that came from elsewhere and was trained on text in NFC
+(Qwen's) has nfc=True, and writes é as one character before it cuts, whichever way it was typed.
+
 The file is JSON that a person can read: tokens in order of rank, as text where they are UTF-8 and as a list of byte
 values where they are not. A sha256 fingerprint over everything that decides ids travels with shards and checkpoints.
 """
@@ -31,6 +34,7 @@ import json
 import os
 import re
 import sys
+import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +59,8 @@ CUT = re.compile(r"\S(?=[ \t])")
 class Tokenizer:
     """Ranks, special tokens and the split pattern, from train_tokenizer, Tokenizer.load or Tokenizer.from_tiktoken."""
 
-    def __init__(self, pattern: str, ranks: dict[bytes, int], specials: dict[str, int], *, boundary: str = BOUNDARY):
+    def __init__(self, pattern: str, ranks: dict[bytes, int], specials: dict[str, int], *, boundary: str = BOUNDARY,
+                 nfc: bool = False):
         ids = [*ranks.values(), *specials.values()]
         problems = []
         if missing := [i for i in range(256) if bytes([i]) not in ranks]:
@@ -67,7 +72,7 @@ class Tokenizer:
         if problems:
             raise ValueError(f"These tokens make no tokenizer: {'; '.join(problems)}.\n  Every byte needs a rank, each "
                              "token an id of its own, and one special token marks where documents start.")
-        self.pattern, self.ranks, self.special_ids, self.boundary = pattern, ranks, specials, boundary
+        self.pattern, self.ranks, self.special_ids, self.boundary, self.nfc = pattern, ranks, specials, boundary, nfc
         self.boundary_id: int = specials[boundary]
         self.vocab_size: int = max(ids) + 1  # foreign encodings may have gaps; a gap is an id that is never produced
         self._bytes = [REPLACEMENT] * self.vocab_size
@@ -78,9 +83,9 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex sha256 over pattern, ranks and special tokens: equal fingerprints give equal ids for every text."""
+        """Hex sha256 over all that decides ids: equal fingerprints give equal ids for every text."""
         specials = sorted(self.special_ids.items(), key=lambda item: item[1])
-        digest = hashlib.sha256(json.dumps([self.pattern, self.boundary, specials]).encode())
+        digest = hashlib.sha256(json.dumps([self.pattern, self.boundary, specials, *["NFC"] * self.nfc]).encode())
         for token, rank in sorted(self.ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d %d %b" % (rank, len(token), token))
         return digest.hexdigest()
@@ -110,6 +115,8 @@ class Tokenizer:
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Ids of a text as uint32, without the detour through a list; special names are text. Releases the GIL."""
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
         try:
             parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in slices(text)]
         except UnicodeEncodeError:
@@ -178,7 +185,7 @@ class Tokenizer:
             raise ValueError(f"{taken} cannot be added: empty, twice in the list, or special tokens already.\n"
                              f"  Choose names other than {', '.join(self.special_ids)}.")
         added = {name: self.vocab_size + i for i, name in enumerate(names)}
-        return Tokenizer(self.pattern, self.ranks, {**self.special_ids, **added}, boundary=self.boundary)
+        return Tokenizer(self.pattern, self.ranks, {**self.special_ids, **added}, boundary=self.boundary, nfc=self.nfc)
 
     @staticmethod
     def from_tiktoken(name: str) -> "Tokenizer":
@@ -222,6 +229,7 @@ class Tokenizer:
                 tokens[rank] = list(token)
         head = {"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint,
                 "pattern": self.pattern, "boundary": self.boundary, "special_tokens": self.special_ids}
+        head |= {"nfc": True} if self.nfc else {}
         lines = ",\n".join(json.dumps(token, ensure_ascii=False) for token in tokens)  # a line per token
         text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "tokens": [\n{lines}\n ]\n}}\n'
         temporary = path.with_name(path.name + ".tmp")
@@ -251,12 +259,13 @@ class Tokenizer:
         if found != FORMAT or data.get("version") != VERSION:
             kind = "is Hugging Face's tokenizer file" if isinstance(data, dict) and "added_tokens" in data else (
                 f"has format {found!r}, version {data.get('version')!r}" if found else "is no tokenizer of ours")
-            raise ValueError(f"{path} {kind}; {needed}.\n  Convert a Hugging Face folder with: "
-                             "python convert.py import FOLDER out/RUN")
+            raise ValueError(f"{path} {kind}; {needed}.\n  Convert its folder with: python "
+                             "convert.py import FOLDER out/RUN, or write hf:FOLDER.")
         try:
             ranks = {token.encode() if isinstance(token, str) else bytes(token): rank
                      for rank, token in enumerate(data["tokens"]) if token is not None}
-            tokenizer = Tokenizer(data["pattern"], ranks, data["special_tokens"], boundary=data["boundary"])
+            tokenizer = Tokenizer(data["pattern"], ranks, data["special_tokens"], boundary=data["boundary"],
+                                  nfc=data.get("nfc", False))
             stored, computed = data["fingerprint"], tokenizer.fingerprint
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {needed}.\n  Copy it again from "

@@ -4,7 +4,7 @@
     python train.py configs/stack100m.py                                   one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/stack100m.py   eight
     python train.py configs/stack100m.py --init_from=resume                go on after a stop, exactly
-    python train.py configs/x.py --init_from=out/stack100m --out_dir=out/x   finetune
+    python train.py configs/x.py --init_from=out/stack100m --out_dir=out/x   finetune, hf:FOLDER for Hugging Face's
 
 Ctrl-C, SIGTERM or a lost terminal finishes the step, saves and leaves with exit code 0; a second one leaves at once.
 
@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import hf
 from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from data import Batches, TokenData, document_ids, iterate_windows
 from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
@@ -107,7 +108,11 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if main and resuming:
         checkpoint.recover(out_dir)  # what a kill amid a save left behind
     ranks.barrier()
-    saved = checkpoint.read_state(source) if source else None
+    if cfg.init_from.startswith("hf:"):
+        theirs, words = hf.load_folder(cfg.init_from)
+        saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint}
+    else:
+        theirs, saved = None, checkpoint.read_state(source) if source else None
     if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
         raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
                           f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
@@ -141,7 +146,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
     model = GPT(model_cfg).to(device)
-    if source is not None:
+    if theirs is not None:
+        model.load_state_dict(theirs.state_dict())
+    elif source is not None:
         checkpoint.load_weights(model, source)
 
     # 5. compile, parallelize ----------------------------------------------------------------------------------------

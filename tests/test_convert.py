@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,18 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, tiny_config
-from exchange import LEARNED, refused, run, save, sharp, trained_words
+from exchange import LEARNED, refused, run, save, sharp, texts, trained_words
 from safetensors.torch import load_file, save_file
 
 import checkpoint
 import hf
+import prepare
+import sample
+import train
 from config import TrainConfig
+from metrics import read_log
 from model import GPT, generate
+from tokenizer import Tokenizer
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -316,6 +322,60 @@ def test_a_tokenizer_can_be_named(tmp_path, words):
     words.save(tmp_path / "tokenizer.json")
     run("import", tmp_path / "hf", tmp_path / "run", "--tokenizer", tmp_path)
     assert checkpoint.load_model(tmp_path / "run")[1].fingerprint == words.fingerprint
+
+
+def test_a_folder_from_elsewhere_is_finetuned_and_leaves_again(tmp_path, words, monkeypatch, capsys):
+    """prepare.py --tokenizer hf:FOLDER, train.py --init_from=hf:FOLDER, sample.py, export: the weights that training
+    starts from are the folder's, and transformers continues a prompt as sample.py does."""
+    def command(module, *argv):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, argv)])
+        module.main()
+        return capsys.readouterr().out
+
+    nfc = Tokenizer(words.pattern.replace("{1,3}", ""), words.ranks, words.special_ids, nfc=True)  # as Qwen's
+    folder = tmp_path / "qwen3"
+    their_folder(folder, "qwen3", nfc, rows=896, dtype=torch.bfloat16, max_position_embeddings=128)
+    (tmp_path / "text.txt").write_text("\n".join(texts(8)))
+    prepare.main([str(a) for a in (tmp_path / "text.txt", "--tokenizer", f"hf:{folder}", "--val_fraction", 0.1, "--out",
+                                   tmp_path / "data")])
+    train_it = [f"--init_from=hf:{folder}", f"--data_dir={tmp_path / 'data'}", "--seq_len=64", "--micro_batch_size=2",
+                "--batch_tokens=256", "--warmup_steps=0", "--sample_interval=0", "--compile=false", "--device=cpu",
+                "--dtype=float32"]
+    command(train, *train_it, f"--out_dir={tmp_path / 'still'}", "--max_steps=1", "--muon_lr=1e-12", "--adamw_lr=1e-12")
+    still, before = checkpoint.load_model(tmp_path / "still")[0], hf.load_folder(folder)[0]
+    for name, p in before.named_parameters():
+        torch.testing.assert_close(still.get_parameter(name), p, rtol=0, atol=1e-8)
+    told = command(train, *train_it, f"--out_dir={tmp_path / 'run'}", "--max_steps=20", "--adamw_lr=1e-2")
+    assert f"the architecture is that of hf:{folder}" in told
+    losses = [line["loss"] for line in read_log(tmp_path / "run" / "log.jsonl") if "loss" in line]
+    assert losses[-1] < losses[0]
+    ids = command(sample, tmp_path / "run", "--prompt", "de\u0301f main(", "--ids", "--temperature", 0,
+                  "--max_new_tokens", 20, "--device", "cpu", "--dtype", "float32")
+    run("export", tmp_path / "run", tmp_path / "tuned")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    prompt = words(words.bos_token + "de\u0301f main(", return_tensors="pt")
+    theirs = other.generate(**prompt, max_new_tokens=20)[0, prompt["input_ids"].shape[1]:]
+    assert theirs.tolist() == [int(i) for i in ids.split()] and len(theirs) == 20
+    for source, named in ((f"hf:{tmp_path / 'nowhere'}", "hf download"), (f"hf:{tmp_path}", "config.json not found")):
+        with pytest.raises(SystemExit) as leave:
+            command(train, *train_it, f"--init_from={source}")
+        assert leave.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("changes, name, named", [
+    ({}, "blocks.1.mlp.w_up.weight", "blocks.1.mlp.w_up.weight has 1 values"),
+    (LEARNED, "blocks.0.attn.wk.bias", "blocks.0.attn.wk.bias")])
+def test_damaged_weights_do_not_leave(tmp_path, words, capsys, value, changes, name, named):
+    """NaN or infinity in any tensor: the tensor is named and nothing is written."""
+    model = sharp(words, **changes)
+    with torch.no_grad():
+        model.get_parameter(name).flatten()[7] = value
+    save(tmp_path / "run", model, words)
+    for command, out in (("export", "out"), ("gguf", "out.gguf")):
+        assert named in refused(capsys, command, tmp_path / "run", tmp_path / out)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.parametrize("place", ["convert.py", "docs/exchange.md", "README.md"])

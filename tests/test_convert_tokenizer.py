@@ -148,7 +148,8 @@ def test_tokenizers_that_cannot_be_said_are_refused_with_the_reason(tmp_path, th
     assert "pre_tokenizer" in reason(change(their_words, pre_tokenizer=spaced))
     assert "Lowercase" in reason(change(their_words, normalizer={"type": "Lowercase"}))
     assert "end_of_word_suffix" in reason(change(their_words, model__end_of_word_suffix="</w>"))
-    assert "--assume_nfc" in reason(change(their_words, normalizer=json.loads(normalizers.NFC().__getstate__())))
+    both = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    assert "normalizes text (Sequence)" in reason(change(their_words, normalizer=json.loads(both.__getstate__())))
     merges = plain["model"]["merges"]
     assert "order" in reason(change(their_words, model__merges=[*merges[1:], merges[0]]))
     vocab = {word: i for word, i in plain["model"]["vocab"].items() if word != "A"}
@@ -160,12 +161,22 @@ def test_tokenizers_that_cannot_be_said_are_refused_with_the_reason(tmp_path, th
         hf.tokenizer_from_hf(tmp_path)
 
 
-def test_nfc_is_taken_on_request(tmp_path, their_words):
-    """Qwen's tokenizers normalize to NFC; --assume_nfc says that all text is in NFC, and for such ids are equal."""
+def test_nfc_comes_along(tmp_path, their_words):
+    """Qwen's tokenizers write é as one character before they cut: so does ours, through its own file and on the way
+    out, and it is another tokenizer than the one that does not."""
     data = change(their_words, normalizer={"type": "NFC"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    ours, theirs = hf.tokenizer_from_hf(tmp_path, assume_nfc=True), tokenizers.Tokenizer.from_str(json.dumps(data))
-    assert ours.encode("é") == theirs.encode("e\u0301").ids != ours.encode("e\u0301")
+    theirs, plain = tokenizers.Tokenizer.from_str(json.dumps(data)), change(their_words)
+    hf.tokenizer_from_hf(tmp_path).save(tmp_path / "ours.json")
+    ours = Tokenizer.load(tmp_path / "ours.json")
+    text = "e\u0301 \u1100\u1161<|im_start|>A\u030a\u0323"
+    assert ours.encode(text, special=True) == theirs.encode(text).ids
+    assert ours.encode("e\u0301") == ours.encode("é")
+    back = hf.tokenizer_to_hf(ours.with_specials(["<|late|>"]))
+    assert tokenizers.Tokenizer.from_str(json.dumps(back)).encode(text).ids == theirs.encode(text).ids
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    without = hf.tokenizer_from_hf(tmp_path)
+    assert without.fingerprint != ours.fingerprint and without.encode("e\u0301") != ours.encode("e\u0301")
 
 
 def test_the_boundary_is_what_the_folder_calls_its_end(tmp_path, their_words):
