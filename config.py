@@ -28,6 +28,7 @@ import json
 import math
 import os
 import re
+import sys
 import textwrap
 import traceback
 import types
@@ -51,7 +52,10 @@ def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
     types_of = _settings(classes)
     files, flags, problems = _split(argv, types_of)
     if files is None:
-        print(help_text(classes, doc))
+        try:
+            print(help_text(classes, doc), flush=True)
+        except BrokenPipeError:  # `| head`
+            sys.stdout = open(os.devnull, "w")
         raise SystemExit(0)
     if len(files) > 1:
         problems.append(f"{' and '.join(files)}: one config file at most. A value needs its key: --key=value.")

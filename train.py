@@ -15,6 +15,8 @@ parameters come from the command line again.  Steps whose gradient is not finite
 
 import contextlib
 import math
+import os
+import shlex
 import signal
 import sys
 import threading
@@ -59,15 +61,18 @@ def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
     return found
 
 
-def run(model_cfg: ModelConfig, cfg: TrainConfig):
-    """Train, and leave the process as it was found: signals, compiler, threads and files."""
+def run(model_cfg: ModelConfig, cfg: TrainConfig, typed: list[str] | None = None):
+    """Train, and leave the process as it was found: signals, compiler, threads and files.
+
+    typed: the command line, for the one that goes on; without it that one names the run folder's config.json.
+    """
     ranks = read_ranks()
     with contextlib.ExitStack() as at_exit:
-        train(model_cfg, cfg, ranks, at_exit)
+        train(model_cfg, cfg, ranks, at_exit, resume_command(typed or ["train.py", f"{cfg.out_dir}/config.json"]))
     disconnect(ranks)  # at a clean end only: after an exception the others may be waiting elsewhere
 
 
-def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.ExitStack):
+def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.ExitStack, resume: str):
     # 1. run folder --------------------------------------------------------------------------------------------------
     out_dir = Path(cfg.out_dir)
     resuming, finetuning = cfg.init_from == "resume", cfg.init_from not in ("resume", "scratch")
@@ -81,8 +86,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     def say(text):
         """Print above the progress bar.  Nobody may be there to read it: a closed pipe or terminal stops no run."""
         if main:
-            with contextlib.suppress(OSError):
+            try:
                 tqdm.write(text)
+            except OSError:
+                sys.stdout = open(os.devnull, "w")  # else Python tries again at exit and ends with 120
     tqdm.set_lock(threading.RLock())  # its own is for several processes, and is reported as leaked after a kill
     if device.type == "cpu":
         keep_freed_memory()
@@ -206,6 +213,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                 raise RunFailed(error) from error
             say(f"{error}\n  Training goes on and tries again the next time.")
 
+    def seen():
+        tokens = state["seqs_seen"] * cfg.seq_len
+        return dict(tokens=tokens, flops=tokens * flops)
+
     def held_out():
         windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=max(cfg.eval_tokens // cfg.seq_len, 1),
                                   rank=ranks.dp_rank, world_size=ranks.dp_size)
@@ -226,7 +237,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             held = held_out()
             leaving = ranks.any(stop.asked, device)  # then it has not seen all windows
             if not leaving:
-                log.write(step=step, val_loss=held["loss"], val_bpb=held["bpb"], val_tokens=held["tokens"])
+                log.write(step=step, **seen(), val_loss=held["loss"], val_bpb=held["bpb"], val_tokens=held["tokens"])
                 say(f"step {step:>6}/{cfg.max_steps} | held out: loss {held['loss']:.4f} | ppl {held['ppl']:.2f} | "
                     f"{held['bpb']:.4f} bits per byte")
                 if held["loss"] < (math.inf if state["best_val"] is None else state["best_val"]):  # false for NaN
@@ -243,7 +254,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if leaving:
             if step != saved_step:  # asked to stop during the evaluation
                 save("ckpt_last", final=True)
-            say(f"stopped at step {step} of {cfg.max_steps}; go on with --init_from=resume")
+            say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}")
+        elif last:
+            say(f"saved in {out_dir}: python sample.py {shlex.quote(str(out_dir))}")
         if last or leaving:
             break
 
@@ -300,15 +313,24 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
             log.write(step=state["step"], loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
                       tok_per_s=round(tok_per_s), step_ms=clock / clock_steps * 1e3, mfu=mfu, data_wait=wait / clock,
-                      tokens=state["seqs_seen"] * cfg.seq_len)
+                      **seen())
             bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s")
             if bar.disable:
+                left = tqdm.format_interval((cfg.max_steps - state["step"]) * clock / clock_steps)
                 say(f"step {state['step']:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
-                    f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'}")
+                    f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | "
+                    f"{f'mfu {mfu:.1%} | ' if mfu else ''}{left} left")
             clock, clock_steps, wait = 0.0, 0, 0.0
         elif step == first_step:  # it compiles and warms up: no part of the average
             clock, clock_steps, wait = 0.0, 0, 0.0
     # 9. close: at_exit draws the curve, closes the log, ends the threads and gives the signals back ------------------
+
+
+def resume_command(typed: list[str]) -> str:
+    """The command line that goes on with the run that `typed`, sys.argv, started.  Of equal flags the last counts."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun, whose own flags nobody passes on
+    words = [word for word in typed if word != "--init_from=resume"] + ["--init_from=resume"]
+    return shlex.join(["torchrun", f"--nproc_per_node={ranks}", *words] if ranks else ["python", *words])
 
 
 def due(step: int, interval: int) -> bool:
@@ -398,9 +420,9 @@ class StopSignal:
 
 
 def main():
-    sys.stdout.reconfigure(errors="replace")  # samples, on a console that cannot show them
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)  # samples, on a console that cannot show them
     try:
-        run(*load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__, check=check))
+        run(*load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__, check=check), typed=sys.argv)
     except (RunFailed, ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, RunFailed) else 2)

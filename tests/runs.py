@@ -29,7 +29,7 @@ from shards import write_meta, write_shard
 from tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMINGS = {"tok_per_s", "step_ms", "data_wait", "mfu"}
+TIMINGS = {"seconds", "tok_per_s", "step_ms", "data_wait", "mfu"}
 
 
 def make_data(folder, *, vocab_size: int = 320, train_tokens: int | None = None, val_tokens: int | None = None) -> Path:

@@ -182,6 +182,15 @@ def test_help_lists_every_setting(capsys):
         assert f"--{field} " in text
 
 
+def test_help_into_a_closed_pipe():
+    """`--help | head -1` ends quietly."""
+    code = "import config; config.load((config.TrainConfig,), ['--help'])"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "PYTHONUNBUFFERED": ""})
+    process.stdout.close()
+    assert (process.wait(), process.stderr.read()) == (0, b"")
+
+
 def test_command_refuses_in_one_message_and_starts_fast(tmp_path):
     command = tmp_path / "command.py"
     command.write_text(f"""

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -17,7 +20,7 @@ from test_metrics import FakeWandb
 
 import checkpoint
 import train
-from config import TrainConfig, load
+from config import TrainConfig, load, save_json
 from data import TokenData, document_ids
 from metrics import evaluate
 from model import GPT, ModelConfig, flops_per_token
@@ -75,6 +78,9 @@ def test_the_checkpoint_has_the_logged_loss(plain, data):
     assert (got["loss"], got["bpb"]) == (pytest.approx(last["val_loss"], rel=1e-6),
                                          pytest.approx(last["val_bpb"], rel=1e-6))
     assert got["tokens"] == last["val_tokens"] == 1024
+    trained = runs.log(plain, key="loss")[-1]
+    assert last["tokens"] == trained["tokens"] == 12 * 256  # seen in training, where the curves' points lie
+    assert last["flops"] == trained["flops"] == 12 * 256 * flops_per_token(model.cfg, 32)["causal"]
 
 
 def test_same_seed_same_run(plain, data, tmp_path):
@@ -331,12 +337,36 @@ def test_wandb(data, tmp_path, monkeypatch):
     assert [line["step"] for line in runs.log(out)] == [1, 2, 3, 4]
 
 
-def test_nobody_reads(data, tmp_path, monkeypatch):
-    """A closed pipe or terminal does not stop a run."""
-    def closed(text):
-        raise BrokenPipeError
-    monkeypatch.setattr(train.tqdm, "write", closed)
-    assert runs.progress(runs.run(data, tmp_path / "run", max_steps=2, eval_interval=1, sample_interval=1))["step"] == 2
+def test_nobody_reads(data, tmp_path):
+    """`python train.py ... | head -1` trains to its end, with exit code 0 and without a word about the pipe."""
+    configs = runs.settings(data, tmp_path / "run", max_steps=2, eval_interval=1, sample_interval=1)
+    save_json(tmp_path / "config.json", configs)
+    process = subprocess.Popen([sys.executable, runs.ROOT / "train.py", tmp_path / "config.json"], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "PYTHONUNBUFFERED": ""})
+    assert process.stdout.readline().startswith("ModelConfig:")
+    process.stdout.close()
+    assert (process.wait(60), process.stderr.read()) == (0, "")
+    assert runs.progress(tmp_path / "run")["step"] == 2
+
+
+def test_what_to_type_next(data, tmp_path, capsys, monkeypatch):
+    """The last line of a run says how to sample from it, or goes on with it as it was started, flags included."""
+    configs = runs.settings(data, out := tmp_path / "a run", max_steps=4)
+    save_json(tmp_path / "config.json", configs)
+    monkeypatch.setattr("sys.argv", ["train.py", str(tmp_path / "config.json"), "--seed=3", "--init_from", "scratch"])
+    runs.at(monkeypatch, lambda step: step == 1 and signal.raise_signal(signal.SIGTERM))
+    train.main()
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("stopped at step 2 of 4; go on with: python train.py ")
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.argv", shlex.split(said.split("python ")[1]))
+    train.main()
+    assert capsys.readouterr().out.splitlines()[-1] == f"saved in {out}: python sample.py '{out}'"
+    assert runs.progress(out)["step"] == 4 and [line["step"] for line in runs.log(out)] == [1, 2, 3, 4]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert train.resume_command(["train.py", "--init_from=resume", "--seed=1"]) == (
+        "torchrun --nproc_per_node=2 train.py --seed=1 --init_from=resume")
 
 
 def test_any_console(data, tmp_path):
