@@ -165,17 +165,16 @@ def compile_or_not(function):
     return call
 
 
-@functools.cache
-def _compiled_chunk_arithmetic():
-    return compile_or_not(_chunk_arithmetic)
+_compiled = functools.cache(compile_or_not)
 
 
-def _run_chunk_arithmetic(logits, *args):
+def run_chunk(function, logits, *args):
+    """function(logits, *args), compiled where that pays: logits (n, V), tensors among args (n, ...)."""
     if logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or len(logits) < 2:
-        return _chunk_arithmetic(logits, *args)
-    for tensor in (logits, *args[:2]):  # one graph for all chunk lengths; a length of 1 would get its own
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return _compiled_chunk_arithmetic()(logits, *args)
+        return function(logits, *args)
+    for tensor in (logits, *(x for x in args if isinstance(x, torch.Tensor))):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one graph for all chunk lengths; a length of 1 would get its own
+    return _compiled(function)(logits, *args)
 
 
 def _add(total, part):
@@ -191,7 +190,7 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
 
     dh and dw are gradients of sum(scale * loss), or None where not wanted.
     """
-    n_vocab, ignore_index, z_loss, softcap, chunk = options
+    n_vocab, ignore_index, z_loss, softcap, chunk, arithmetic = options
     N, V = hidden.shape[0], weight.shape[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     chunk = chunk or default_chunk(N, V, hidden.dtype, hidden.device.type)
@@ -204,7 +203,7 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
     for start in range(0, N, chunk):
         h = hidden[start:start + chunk]  # (n, C)
         logits = torch.mm(h, weight.t(), out=buffer[:len(h)])  # (n, V)
-        loss[start:start + chunk] = _run_chunk_arithmetic(
+        loss[start:start + chunk] = arithmetic(
             logits, targets[start:start + chunk], scale[start:start + chunk], n_vocab, ignore_index, z_loss, softcap,
             want_dh or want_dw)
         if want_dh:
@@ -265,23 +264,26 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -100, z_loss: float = 0.0,
                                softcap: float = 0.0, n_valid_vocab: int | None = None,
-                               reduction: Literal["mean", "sum", "none"] = "mean", chunk: int | None = None):
+                               reduction: Literal["mean", "sum", "none"] = "mean", chunk: int | None = None,
+                               n_rows: int | None = None, arithmetic=None):
     """cross_entropy(softcap(hidden @ weight.T), targets) + z_loss * logsumexp**2, without the [N, V] logits.
 
     hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls
     run in the autocast dtype if autocast is on, else in hidden's.  Both terms are averaged over the valid (not ignored)
     tokens; without any, "mean" is 0 with zero gradients (PyTorch gives NaN).  n_valid_vocab: columns from there on are
-    padding and take no part.  Raises ValueError on a target outside the vocabulary; on an accelerator, where asking
-    would stall the queue, the loss becomes NaN instead.
+    padding and take no part.  n_rows, arithmetic: tensor_parallel.py's, for a weight that is one rank's share of n_rows
+    rows.  Raises ValueError on a target outside the vocabulary; on an accelerator, where asking would stall the queue,
+    the loss becomes NaN instead.
     """
-    n_vocab = weight.shape[0] if n_valid_vocab is None else n_valid_vocab
+    n_rows = n_rows or weight.shape[0]
+    n_vocab = n_rows if n_valid_vocab is None else n_valid_vocab
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
                          "they do not fit: (N, C), (V, C) and (N,) are needed. Flatten batch and time first.")
-    if not 0 < n_vocab <= weight.shape[0]:
-        raise ValueError(f"n_valid_vocab is {n_vocab}; the weight has {weight.shape[0]} rows.")
+    if not 0 < n_vocab <= n_rows:
+        raise ValueError(f"n_valid_vocab is {n_vocab}; the weight has {n_rows} rows.")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a positive number of tokens, or None to choose it.")
     outside = ((targets < 0) | (targets >= n_vocab)) & (targets != ignore_index)
@@ -293,7 +295,8 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
         targets = torch.where(outside, 0, targets)  # keep the gather in bounds; poisoned below
     device_type = hidden.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
-    options = (n_vocab, ignore_index, z_loss, softcap, chunk)
+    arithmetic = arithmetic or functools.partial(run_chunk, _chunk_arithmetic)
+    options = (n_vocab, ignore_index, z_loss, softcap, chunk, arithmetic)
     loss = _FusedLinearCrossEntropy.apply(hidden, weight, targets, reduction, options, dtype, torch.is_grad_enabled())
     if targets.device.type != "cpu":
         loss = loss + torch.where(outside.any() if reduction != "none" else outside, float("nan"), 0.0)
@@ -451,6 +454,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids to loss or logits.  Linears are named wq wk wv wo w_gate w_up w_down; the table is `embed.weight`."""
 
+    cross_entropy = staticmethod(fused_linear_cross_entropy)  # tensor_parallel.py gives a model another
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         if cfg.problems():
@@ -541,7 +546,7 @@ class GPT(nn.Module):
         h = self.hidden(ids, docs=docs, cache=cache)
         if targets is None:
             return self.logits(h)
-        return fused_linear_cross_entropy(
+        return self.cross_entropy(
             h.flatten(0, 1), self.head_weight, targets.flatten(), z_loss=z_loss, softcap=self.cfg.logit_softcap,
             n_valid_vocab=self.cfg.vocab_size, reduction=reduction)
 

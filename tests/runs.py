@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import json.decoder
 import math
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 import tempfile
 import textwrap
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -130,22 +131,25 @@ def start(configs, output, *flags: str, env: dict | None = None, prepare=None):
 
     output: file that gets stdout and stderr.  prepare: function of a module, called before train.main.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runs", "torch._dynamo", "matplotlib.figure", "tiktoken"])  # seconds, once
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), os.pathsep.join(paths)  # the server's, once
+    context = _server()
     out = Path(configs[1].out_dir)
     file = out.with_name(out.name + ".config.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     save_json(file, configs)
-    try:
-        process = context.Process(target=_main, args=([str(file), *flags], str(output), env or {}, prepare))
-        process.start()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    process = context.Process(target=_main, args=([str(file), *flags], str(output), env or {}, prepare))
+    process.start()
     return process
+
+
+def _server():
+    """Where processes are forked from, with what takes seconds to import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runs", "torch._dynamo", "matplotlib.figure", "tiktoken",
+                                    "torch.distributed.tensor.parallel"])
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def finish(*processes, timeout: float = 60) -> list[int]:
@@ -170,11 +174,37 @@ def start_ranks(n: int, configs, output, *flags: str, prepare=None) -> list:
         "MASTER_PORT": str(port)}) for rank in range(n)]
 
 
-def _main(argv, output, env, prepare):
+def call_ranks(n: int, folder, function, *args) -> list:
+    """function(*args) on n ranks of a gloo group, in processes forked from the same server; what each returned."""
+    context = _server()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = [context.Process(target=_call, args=(folder, rank, n, function, args)) for rank in range(n)]
+    for process in processes:
+        process.start()
+    codes = finish(*processes)
+    assert codes == [0] * n, "\n".join((folder / f"output.{rank}").read_text() for rank in range(n))
+    return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(n)]
+
+
+def _call(folder, rank, n, function, args):
+    _redirect(folder / f"output.{rank}")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=n)
+    torch.save(function(*args), folder / f"result.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def _redirect(output):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+
+
+def _main(argv, output, env, prepare):
+    _redirect(output)
     os.environ.update(env)
     torch.set_num_threads(1)
     sys.argv = ["train.py", *argv]

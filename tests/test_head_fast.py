@@ -25,7 +25,7 @@ def forget():
     """What was compiled, and that nothing compiles, is remembered for the process; forget it before and after."""
     def clear():
         torch.compiler.set_stance("default")
-        model._compiled_chunk_arithmetic.cache_clear()
+        model._compiled.cache_clear()
     clear()
     yield
     clear()

@@ -18,7 +18,7 @@ PARTS = {  # what each part may import of ours; commands may import any part, no
     "model": set(), "tokenizer": set(), "shards": set(), "data": {"shards"}, "optim": set(), "config": set(),
     "device": set(), "parallel": set(), "checkpoint": {"model", "tokenizer"}, "metrics": {"data", "device"},
     "sources": {"tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},
-    "embeddings": set(),
+    "embeddings": set(), "tensor_parallel": {"model"},
 }
 FILES = sorted(ROOT.glob("*.py"))
 

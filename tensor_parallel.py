@@ -1,0 +1,242 @@
+"""Tensor parallelism: `tp` ranks hold one model together, each a part of every matrix, and work on the same batch.
+
+It is for a model whose state or whose activations are too large for one GPU, over the fastest links there are: every
+layer waits for its sums.  Below that size data parallelism costs less (docs/scaling.md has both as bytes).
+
+*Blocks.*  wq wk wv w_gate w_up are cut by output rows and wo w_down by input columns, so that a rank's heads and its
+part of the MLP need nothing from the others in between; the output is a sum over ranks.  One all-reduce of (N, C) after
+attention and one after the MLP, in backward one each for the gradients of their inputs.  PyTorch's DTensor does this
+(torch.distributed.tensor.parallel): parameters know their placement, so that FSDP, optimizers and checkpoints do too.
+The inputs of a block's half become DTensors once, for all its column-parallel matrices: left to each of wq wk wv, the
+backward would sum three times.
+
+*Table.*  A rank holds V/tp rows.  It looks up its own ids, the others' are zeros, one all-reduce gives every rank all
+vectors.  (RowwiseParallel knows nn.Embedding too, but its backward makes a gradient for all V rows on each rank.)
+
+*Loss head.*  model.py's walk over chunks, with other arithmetic: a rank has its own columns of a chunk's logits.  What
+its softmax needs of the others is the largest logit, the sum of exponentials and the target's logit: an all-reduce of
+(n,), then one of (n, 2) for the two sums together.  The gradient forms in the forward pass as on one rank; that of the
+hidden states is a sum over ranks, one all-reduce of (N, C) in backward.  No rank ever has a whole row of logits.
+
+*What is the same everywhere*, norm gains and learned positions, is computed from the same numbers on each rank, so that
+their gradients are equal.  The gains of QK-norm are the exception: a rank sees its own heads only, and its gradient is
+a part of the sum.  That is taken once a step (`sum_shared_gradients`), where doing it in each micro step's backward
+would cost 2 L small all-reduces.
+
+Rejected: sequence parallelism (norms on T/tp tokens: the same bytes on the link, less activation memory, a third
+placement to keep in mind), and dropout, which would have to draw alike outside of the heads and differently inside.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT, ModelConfig, fused_linear_cross_entropy, run_chunk
+
+ROWS = 128  # of the table, on each rank, are a multiple of this: as Megatron pads, for the matmuls' sake
+
+
+def problems(cfg: ModelConfig, tp: int) -> list[str]:
+    """Why `cfg` cannot be cut into `tp` parts, as sentences a user can act on; empty when it can."""
+    found = []
+    for name in ("n_heads", "n_kv_heads", "d_ff"):
+        if getattr(cfg, name) % tp:
+            found.append(f"{name} ({getattr(cfg, name)}) must be a multiple of tp ({tp}): each rank gets as many. "
+                         f"Change {name} or --tp.")
+    if cfg.padded_vocab_size % (ROWS * tp):
+        found.append(f"the table has {cfg.padded_vocab_size} rows and tp ({tp}) needs a multiple of {ROWS} * {tp} = "
+                     f"{ROWS * tp}. Set --vocab_multiple={ROWS * tp} and start from scratch, or lower --tp.")
+    if cfg.dropout:
+        found.append(f"dropout ({cfg.dropout}) would have to draw alike on all ranks, but not for their heads: with "
+                     f"tp ({tp}) it must be 0. Set --dropout=0 or --tp=1.")
+    return found
+
+
+def plan(cfg: ModelConfig, tp: int) -> str:
+    """What becomes of each kind of module, a line each."""
+    heads, keys, hidden, rows = cfg.n_heads // tp, cfg.n_kv_heads // tp, cfg.d_ff // tp, cfg.padded_vocab_size // tp
+    kinds = {
+        "embed" if cfg.tie_embeddings else "embed, head": f"rows: {rows:,} of {cfg.padded_vocab_size:,} ids",
+        "wq": f"outputs: {heads} of {cfg.n_heads} heads",
+        "wk, wv": f"outputs: {keys} of {cfg.n_kv_heads} heads",
+        "w_gate, w_up" if cfg.mlp == "swiglu" else "w_up": f"outputs: {hidden:,} of {cfg.d_ff:,}",
+        "wo, w_down": "inputs, as above; outputs are summed over ranks",
+        "loss": f"columns: {rows:,} of a chunk's logits; maximum and sums over ranks",
+        "norms" if cfg.pos == "rope" else "norms, pos_embed": "whole on every rank",
+    }
+    return "\n".join([f"tensor parallel over {tp} ranks, each holds"] + [f"  {k:<14}{v}" for k, v in kinds.items()])
+
+
+def apply(model: GPT, mesh):
+    """Cut a built model, in place, over the ranks of a 1-D device mesh; all ranks call it, with the same weights.
+
+    Parameters that are cut become DTensors over `mesh`.  Call it before FSDP or DDP and before optimizers are made.
+    Raises ValueError with all `problems`.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    if found := problems(model.cfg, mesh.size()):
+        raise ValueError("\n".join(found))
+
+    def shared(*others):  # the first argument becomes a DTensor, whose gradients add up before they are reduced
+        return PrepareModuleInput(input_layouts=(Replicate(), *others), desired_input_layouts=(Replicate(), *others))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {
+            "attn": shared(None, None, None), "attn.wq": ColwiseParallel(), "attn.wk": ColwiseParallel(),
+            "attn.wv": ColwiseParallel(), "attn.wo": RowwiseParallel(),
+            "mlp": shared(), "mlp.w_up": ColwiseParallel(), "mlp.w_down": RowwiseParallel(),
+            **({"mlp.w_gate": ColwiseParallel()} if block.mlp.w_gate is not None else {})})
+    for module in (model.embed, model.head):
+        if module is not None:
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+    group = mesh.get_group()
+    model.embed.forward = functools.partial(_lookup, model.embed, group)
+    model.cross_entropy = functools.partial(cross_entropy, group=group)
+    model.logits = functools.partial(_logits, model, group)
+
+
+def sum_shared_gradients(model: GPT, group):
+    """After a step's last backward: make the gradients of parameters that each rank used for its own heads whole."""
+    gains = [p.grad for block in model.blocks for norm in (block.attn.q_norm, block.attn.k_norm)
+             for p in norm.parameters() if p.grad is not None]
+    if gains:
+        gains = [_local(grad) for grad in gains]
+        flat = torch.cat([grad.flatten() for grad in gains])
+        dist.all_reduce(flat, group=group)
+        for grad, total in zip(gains, flat.split([grad.numel() for grad in gains]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+
+def _local(tensor):
+    """The part of a DTensor that lies on this rank; other tensors as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, in place; every rank holds the whole result's gradient, which passes unchanged."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """x itself, of which each rank makes something else; its gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def _lookup(embed, group, ids):
+    """ids (B, T) -> (B, T, C) from tables of V/tp rows on each rank."""
+    table = _local(embed.weight)  # (V/tp, C)
+    ids = ids - dist.get_rank(group) * len(table)
+    foreign = (ids < 0) | (ids >= len(table))
+    x = F.embedding(ids.masked_fill(foreign, 0), table)
+    return _Sum.apply(x.masked_fill(foreign[..., None], 0), group)
+
+
+def _logits(model, group, hidden):
+    """GPT.logits, for sampling: hidden (..., C) -> (..., vocab_size) fp32, whole on every rank."""
+    part = F.linear(hidden, _local(model.head_weight).to(hidden.dtype)).float()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    logits, cap = torch.cat(parts, dim=-1)[..., :model.cfg.vocab_size], model.cfg.logit_softcap
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss head.  V stands for this rank's V/tp columns, n_own of which are no padding
+
+
+def cross_entropy(hidden, weight, targets, *, group, **options):
+    """model.fused_linear_cross_entropy where rank r of `group` holds rows r * V to (r + 1) * V of the weight.
+
+    hidden (N, C) and targets (N,), the ids of the whole vocabulary, are the same on all ranks, and so are the loss and
+    the gradient of hidden.  Options, values and errors are the single version's; n_valid_vocab counts over all ranks.
+    """
+    weight = _local(weight)
+    n_rows = len(weight) * dist.get_world_size(group)
+    return fused_linear_cross_entropy(_SumOfGradients.apply(hidden, group), weight, targets, n_rows=n_rows,
+                                      arithmetic=functools.partial(_chunk_arithmetic, group), **options)
+
+
+def _chunk_arithmetic(group, logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
+                      grad: bool):
+    """model._chunk_arithmetic of all ranks' columns: loss (n,), the same everywhere; own logits become gradients."""
+    V = logits.shape[1]
+    first = dist.get_rank(group) * V
+    n_own = min(max(n_vocab - first, 0), V)
+    valid, own = targets != ignore_index, targets - first  # (n,) both; own is a column where it lies in 0..n_own - 1
+    top, sums = scale.new_full((len(logits),), -torch.inf), scale.new_zeros(len(logits), 2)  # of padding only
+    if n_own:
+        top = run_chunk(_largest, logits, n_own, softcap)  # (n,)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    if n_own:
+        sums = run_chunk(_sums, logits, own, valid, top, n_own, softcap)  # (n, 2)
+    dist.all_reduce(sums, group=group)
+    rest = sums[:, 0].log()  # log-sum-exp above the largest logit
+    lse = rest + top
+    loss = rest - sums[:, 1]
+    if z_loss:
+        loss = loss + z_loss * lse * lse
+    if grad and n_own == 0:
+        logits.zero_()
+    elif grad:
+        factor = 1 + 2 * z_loss * lse  # of the softmax
+        run_chunk(_gradient, logits, own, top, rest, factor, scale * valid, n_own, softcap)
+    return torch.where(valid, loss, 0)
+
+
+def _capped(logits, n_own, softcap):
+    """The columns that count, wide and soft-capped; the derivative of the cap."""
+    x = logits[:, :n_own].to(torch.promote_types(logits.dtype, torch.float32))
+    if not softcap:
+        return x, None
+    capped = torch.tanh(x / softcap)
+    return softcap * capped, 1 - capped * capped
+
+
+def _largest(logits, n_own: int, softcap: float):
+    return _capped(logits, n_own, softcap)[0].amax(dim=-1)
+
+
+def _sums(logits, own, valid, top, n_own: int, softcap: float):
+    """(n, 2): the sum of exponentials, and the target's logit where it is one of ours; both relative to the largest."""
+    x = _capped(logits, n_own, softcap)[0] - top[:, None]
+    here = valid & (own >= 0) & (own < n_own)
+    target = x.gather(1, torch.where(here, own, 0)[:, None]).squeeze(1)
+    return torch.stack((torch.exp(x).sum(dim=-1), torch.where(here, target, 0)), dim=1)
+
+
+def _gradient(logits, own, top, rest, factor, scale, n_own: int, softcap: float):
+    """Overwrite the logits by scale * dloss/dlogits."""
+    x, slope = _capped(logits, n_own, softcap)
+    d = torch.exp(x - top[:, None] - rest[:, None]) * factor[:, None]
+    d = torch.where(torch.arange(n_own, device=x.device) == own[:, None], d - 1, d)
+    if slope is not None:
+        d = d * slope
+    logits[:, :n_own] = (d * scale[:, None]).to(logits.dtype)
+    logits[:, n_own:] = 0
