@@ -326,7 +326,8 @@ def write_gguf(run, path: Path, kind: str):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    print(f"{path}: {arch}, {kind}, {path.stat().st_size / 2**20:.1f} MiB")
+    print(f"{path}: {arch}, {kind}, {path.stat().st_size / 2**20:.1f} MiB"
+          + ("; llama.cpp normalizes nothing, so give it text in NFC" if tokenizer.nfc else ""))
 
 
 def add_words(writer, tokenizer: Tokenizer, types):

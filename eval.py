@@ -1,7 +1,9 @@
-"""How good a model is on text it has not seen, and what became of its embedding table.
+"""How good a model is on text it has not seen, at choosing answers, and what became of its embedding table.
 
     python eval.py out/demo                          loss, perplexity, bits per byte over the whole held-out split
     python eval.py out/demo --data data/other --max_tokens 1e6 --json
+    python eval.py out/demo --choices FILE.jsonl     multiple choice, by lm-evaluation-harness's rules
+    python eval.py out/demo --tasks hellaswag,piqa   the harness itself, on a task of its own or a .yaml of yours
     python eval.py out/demo --embeddings             undertrained rows, norms, neighbours; out/demo/embeddings.png
 
 Windows are fixed and in order; each token is predicted once, except the first of a shard and the few at its end that do
@@ -29,17 +31,28 @@ def parse(argv):
     p.add_argument("--seq_len", type=int, metavar="N", help="context of a window (default: the run's)")
     p.add_argument("--micro_batch_size", type=int, metavar="N", help="windows at a time; changes only the speed (8)",
                    default=8)
-    p.add_argument("--embeddings", action="store_true", help="report on the embedding table instead")
+    instead = p.add_mutually_exclusive_group()
+    instead.add_argument("--choices", metavar="FILE", help='a .jsonl of {"query", "choices", "gold"} instead, or '
+                         "HellaSwag's own; tasks.py says how it is scored")
+    instead.add_argument("--tasks", metavar="NAMES", help="tasks of lm_eval instead, with commas between; needs pip "
+                         'install "lm_eval[hf]" and fetches their data')
+    p.add_argument("--limit", type=int, metavar="N", help="with --choices or --tasks: the first N questions")
+    instead.add_argument("--embeddings", action="store_true", help="report on the embedding table instead")
     p.add_argument("--words", nargs="+", default=(), metavar="WORD", help="with --embeddings: whose neighbours to show")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (auto)")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16: of the matmuls (auto)")
     args = p.parse_args(argv)
-    for name in ("max_tokens", "seq_len", "micro_batch_size"):
+    for name in ("max_tokens", "seq_len", "micro_batch_size", "limit"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 1e15:
             p.error(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
     if args.words and not args.embeddings:
         p.error("--words belongs to --embeddings.")
+    asked = args.choices or args.tasks
+    if args.limit and not asked:
+        p.error("--limit belongs to --choices and --tasks.")
+    if asked and (args.data or args.max_tokens or args.seq_len):
+        p.error("--data, --max_tokens and --seq_len belong to the held-out loss, not to --choices and --tasks.")
     return args
 
 
@@ -87,6 +100,19 @@ def held_out(args, model, tokenizer, trained: dict, seq_len: int, device) -> dic
     bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
     return evaluate(model, bar, tokenizer.token_bytes(), device=device, dtype=pick_dtype(args.dtype, device),
                     boundary_id=tokenizer.boundary_id if trained.get("doc_mask") else None)
+
+
+def answers(args, model, tokenizer, device) -> str:
+    """What to print about a file of questions or lm_eval's tasks."""
+    import tasks
+    from device import pick_dtype
+    how = dict(device=device, dtype=pick_dtype(args.dtype, device), rows=args.micro_batch_size)
+    if args.tasks:
+        result = tasks.harness(model, tokenizer, args.tasks.split(","), limit=args.limit, **how)
+    else:
+        questions = tasks.read_questions(args.choices)[:args.limit]
+        result = {args.choices: tasks.choices(model, tokenizer, questions, **how)}
+    return json.dumps(result) if args.json else tasks.text(result)
 
 
 def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> tuple[dict, dict]:
@@ -161,6 +187,9 @@ def main():
             print(json.dumps(result) if args.json else embeddings.text(result))
             if result["png"] and not args.json:
                 print(f"\nDrawn in {picture}")
+            return
+        if args.choices or args.tasks:
+            print(answers(args, model, tokenizer, device))
             return
         r = held_out(args, model, tokenizer, trained, seq_len, device)
         if not math.isfinite(r["loss"]):

@@ -1,11 +1,14 @@
 """Files for llama.cpp, read back by gguf's reader, by transformers', and by llama.cpp where it is installed."""
 
+import unicodedata
+
 import numpy as np
 import pytest
 import torch
 import transformers
 from exchange import LEARNED, refused, run, save, sharp, trained_words
 
+import convert
 import hf
 from model import generate
 from tokenizer import Tokenizer
@@ -97,21 +100,51 @@ def test_gguf_refuses_what_llama_cpp_does_not_have(tmp_path, words, capsys):
     assert not list(tmp_path.glob("*.new"))
 
 
-@pytest.mark.parametrize("changes", [{}, dict(qk_norm=False, bias=True), dict(qk_norm=False, nope_every=4, n_layers=5),
-                                     {**LEARNED, "tie_embeddings": False}], ids=["qwen3", "llama", "smollm3", "gpt2"])
-def test_llama_cpp_runs_it(tmp_path, words, changes):
-    """llama.cpp: same ids on hard strings, same logits, same greedy tokens from a plain text prompt."""
+def llama(path, **settings):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (make exchange builds it)")
-    model = sharp(words, **changes)
-    run("gguf", save(tmp_path / "run", model, words), tmp_path / "m.gguf", "--type", "f32")
-    other = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=160, n_batch=160, logits_all=True, verbose=False,
-                            type_k=0, type_v=0, flash_attn=False)  # 0: keys and values in fp32 too
-    assert other.n_vocab() == words.vocab_size
+    return llama_cpp.Llama(str(path), n_ctx=160, n_batch=160, logits_all=True, verbose=False, flash_attn=False,
+                           type_k=0, type_v=0, **settings)  # 0: keys and values in fp32 too
+
+
+def assert_same_ids(other, words):
+    """On 1,000 hard strings, with special tokens as such and as text."""
     for text in hf.hard_strings(1000, words.special_ids):
         if text and "\0" not in text:  # its API ends strings there
+            text = unicodedata.normalize("NFC", text) if words.nfc else text
             for special in (False, True):
                 ids = other.tokenize(text.encode(), add_bos=False, special=special)
                 assert ids == words.encode(text, special=special), text[:60]
+
+
+@pytest.mark.parametrize("pre", convert.PRE.values())
+def test_llama_cpp_cuts_alike(tmp_path, words, pre):
+    """Each split pattern that it has a name for gives our ids; text in NFC only, where that matters."""
+    pattern = next(pattern for pattern, name in convert.PRE.items() if name == pre)
+    other = Tokenizer(pattern, words.ranks, words.special_ids, nfc=pre == "qwen2")
+    run("gguf", save(tmp_path / "run", sharp(words), other), tmp_path / "m.gguf")
+    assert_same_ids(llama(tmp_path / "m.gguf", vocab_only=True), other)
+
+
+@pytest.mark.parametrize("kind, error", [("f16", 0.02), ("bf16", 0.1), ("q8_0", 0.1)])
+def test_llama_cpp_reads_every_type(tmp_path, words, kind, error):
+    """Logits of the smaller number formats, to their precision."""
+    model, ids = sharp(words), torch.randint(0, words.vocab_size, (1, 60))
+    run("gguf", save(tmp_path / "run", model, words), tmp_path / "m.gguf", "--type", kind)
+    other = llama(tmp_path / "m.gguf")
+    other.eval(ids[0].tolist())
+    with torch.inference_mode():
+        ours, theirs = model(ids)[0], torch.tensor(np.array(other.scores[:60]))
+    assert (ours - theirs).std() < error * ours.std()
+
+
+@pytest.mark.parametrize("changes", [{}, dict(qk_norm=False, bias=True), dict(qk_norm=False, nope_every=4, n_layers=5),
+                                     {**LEARNED, "tie_embeddings": False}], ids=["qwen3", "llama", "smollm3", "gpt2"])
+def test_llama_cpp_runs_it(tmp_path, words, changes):
+    """llama.cpp: same logits, same greedy tokens from a plain text prompt."""
+    model = sharp(words, **changes)
+    run("gguf", save(tmp_path / "run", model, words), tmp_path / "m.gguf", "--type", "f32")
+    other = llama(tmp_path / "m.gguf")
+    assert other.n_vocab() == words.vocab_size
     ids = torch.randint(0, words.vocab_size, (1, 60))
     other.eval(ids[0].tolist())
     with torch.inference_mode():

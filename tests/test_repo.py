@@ -18,7 +18,7 @@ PARTS = {  # what each part may import of ours; commands may import any part, no
     "model": set(), "tokenizer": set(), "shards": set(), "data": {"shards"}, "optim": set(), "config": set(),
     "device": set(), "parallel": set(), "checkpoint": {"model", "tokenizer"}, "metrics": {"data", "device"},
     "sources": {"tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},
-    "embeddings": set(), "tensor_parallel": {"model"},
+    "embeddings": set(), "tensor_parallel": {"model"}, "tasks": {"hf", "device"},
 }
 FILES = sorted(ROOT.glob("*.py"))
 
