@@ -267,13 +267,14 @@ class TrainConfig:
     data_dir: str = "data/stack100m"  # what prepare.py made
     out_dir: str = "out/stack100m"  # run folder: config.json, log.jsonl, loss.png, checkpoints
     init_from: str = "scratch"  # scratch, resume (continue out_dir); to finetune: a run folder, or hf:FOLDER
-    allow_changes: bool = False  # resume although data, seq_len, seed, optimizer or architecture changed
+    allow_changes: bool = False  # resume although data, seq_len, packing, seed, optimizer or architecture changed
     seed: int = 1337  # of initial weights, batch order, dropout and samples
     # batch
     seq_len: int = 2048  # tokens per sequence
     micro_batch_size: int = 32  # sequences per device per forward pass
     batch_tokens: int = 524288  # tokens per optimizer step over all devices; accumulation follows from it
     max_steps: int = 38147  # optimizer steps
+    packing: typing.Literal["stream", "best_fit"] = "stream"  # best_fit: documents whole where they fit; with doc_mask
     doc_mask: bool = True  # attention stays inside a document
     # optimizer
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # muon: for the blocks' matrices; the rest is AdamW's

@@ -190,11 +190,12 @@ def model_card(model: GPT, tokenizer: Tokenizer, state: dict, run: Path, name: s
         rows.append(("Imported from", origin))
     if (step := state["progress"]["step"]) > 0:
         train = state["train"]
+        n_tokens = state["progress"].get("tokens") or state["progress"]["seqs_seen"] * train["seq_len"]
         rates = f"{train['adamw_lr']:g} (AdamW)"
         if train["optimizer"] == "muon":
             rates = f"{train['muon_lr']:g} (Muon on matrices), " + rates
         rows += [("Training", f"{step:,} steps of {train['batch_tokens']:,} tokens, "
-                  f"{state['progress']['seqs_seen'] * train['seq_len']:,} tokens in all"),
+                  f"{n_tokens:,} tokens in all"),
                  ("Data", f"{Path(train['data_dir']).name}, sha256 {state['data'][:16]}"),
                  ("Learning rate", f"{rates}, {train['schedule']}, {train['warmup_steps']:,} steps of warm-up"),
                  ("Seed", train["seed"])]

@@ -156,7 +156,7 @@ def rows_of_batches(data, windows: int, batches: int = 4) -> float:
     import numpy as np
     order = data.order(0, 0)
     batches = max(min(batches, data.n_windows // windows), 1)
-    return float(np.mean([len(np.unique([data.window(w)[:-1] for w in order[b * windows:(b + 1) * windows]]))
+    return float(np.mean([len(np.unique([data.window(w)[0] for w in order[b * windows:(b + 1) * windows]]))
                           for b in range(batches)]))
 
 

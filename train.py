@@ -30,7 +30,7 @@ from tqdm import tqdm
 import checkpoint
 import hf
 from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
-from data import Batches, TokenData, document_ids, iterate_windows
+from data import Batches, TokenData, iterate_windows
 from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
 from metrics import RunLog, evaluate
 from model import GPT, ModelConfig, compile_or_not, flops_per_token, generate, num_params
@@ -103,15 +103,14 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     # 3. data --------------------------------------------------------------------------------------------------------
     tokenizer = Tokenizer.load(cfg.data_dir)
     open_data = dict(seq_len=cfg.seq_len, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
-    train_data = TokenData(cfg.data_dir, "train", **open_data)
+    train_data = TokenData(cfg.data_dir, "train", packing=cfg.packing, **open_data)
     val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval else None
     token_bytes = tokenizer.token_bytes()
-    docs_of = (lambda x: document_ids(x, tokenizer.boundary_id)) if cfg.doc_mask else (lambda x: None)
     batch_seqs = cfg.batch_tokens // cfg.seq_len
     micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.dp_size)
 
     # 4. model -------------------------------------------------------------------------------------------------------
-    state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None}
+    state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0}
     if main and resuming:
         checkpoint.recover(out_dir)  # what a kill amid a save left behind
     ranks.barrier()
@@ -144,7 +143,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if resuming:
         for line in compare(saved, model_cfg, cfg, train_data):
             say(line)
-        state |= saved["progress"]
+        state |= {"tokens": saved["progress"]["seqs_seen"] * saved["train"]["seq_len"], **saved["progress"]}
         state["seqs_seen"] = state["seqs_seen"] * saved["train"]["seq_len"] // cfg.seq_len
         with contextlib.suppress(FileNotFoundError):  # an evaluation after the last save may have found a better one
             best = checkpoint.read_state(out_dir, "best")
@@ -191,6 +190,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
         f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
+    say(f"packing {cfg.packing}: {train_data.cut_share():.1%} of tokens are cut off from the beginning of their "
+        f"document, {train_data.empty_share:.2%} of slots are empty")
 
     # 8. loop --------------------------------------------------------------------------------------------------------
     batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, batch_seqs=batch_seqs,
@@ -214,8 +215,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             say(f"{error}\n  Training goes on and tries again the next time.")
 
     def seen():
-        tokens = state["seqs_seen"] * cfg.seq_len
-        return dict(tokens=tokens, flops=tokens * flops)
+        return dict(tokens=state["tokens"], flops=state["tokens"] * flops)
 
     def held_out():
         windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=max(cfg.eval_tokens // cfg.seq_len, 1),
@@ -226,7 +226,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
                disable=None if main else True)  # None: only on a terminal
     at_exit.callback(bar.close)
-    clock, clock_steps, wait = 0.0, 0, 0.0  # since the last log line: seconds of steps, steps, seconds without data
+    # since the last log line: seconds of steps, steps, tokens, seconds without data
+    clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
     while True:
         step = state["step"]
         last, leaving = step == cfg.max_steps, ranks.any(stop.asked, device)
@@ -268,14 +269,14 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         totals = torch.zeros(2, device=device)  # nats, valid tokens
         for micro_step in range(micro_steps):
             fetching = time.perf_counter()
-            x, y = next(batches)  # (b, T) each
+            x, y, docs = next(batches)  # (b, T) each
             wait += time.perf_counter() - fetching
             if model_cfg.dropout:  # randomness as a function of the position, so that a resumed run draws the same
                 torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.dp_rank)) % 2**63)
             if ranks.world_size > 1:  # set before the forward, where DDP reads it: gradients travel once a step
                 replica.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast(device, dtype):
-                nats = replica(x, y, docs=docs_of(x), z_loss=cfg.z_loss, reduction="sum")
+                nats = replica(x, y, docs=docs if cfg.doc_mask else None, z_loss=cfg.z_loss, reduction="sum")
             # divided by what the step holds, not per micro-batch: each token weighs the same; DDP averages over ranks
             scaler.scale(nats * (ranks.dp_size / cfg.batch_tokens)).backward()
             totals += torch.stack((nats.detach(), (y != -100).sum()))
@@ -300,16 +301,18 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             optimizer.zero_grad(set_to_none=True)
         state["step"] += 1
         state["seqs_seen"] += batch_seqs
+        state["tokens"] += (n_valid := int(totals[1]))
         if state["bad_steps"] >= cfg.max_bad_steps:
             good = "No checkpoint was saved before." if saved_step is None else (
                 f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saved_step}).")
             raise RunFailed(f"{state['bad_steps']} steps in a row had a gradient that is not finite.\n  {good} Resume "
                             "with lower learning rates or --dtype=float32.")
         clock, clock_steps = clock + time.perf_counter() - started, clock_steps + 1
+        clock_tokens += n_valid
         bar.update()
         if cfg.log_interval and (due(state["step"], cfg.log_interval) or state["step"] == cfg.max_steps):
             loss = (totals[0] / totals[1]).item()
-            tok_per_s = clock_steps * cfg.batch_tokens / clock
+            tok_per_s = clock_tokens / clock
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
             log.write(step=state["step"], loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
                       tok_per_s=round(tok_per_s), step_ms=clock / clock_steps * 1e3, mfu=mfu, data_wait=wait / clock,
@@ -320,9 +323,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                 say(f"step {state['step']:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
                     f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | "
                     f"{f'mfu {mfu:.1%} | ' if mfu else ''}{left} left")
-            clock, clock_steps, wait = 0.0, 0, 0.0
+            clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
         elif step == first_step:  # it compiles and warms up: no part of the average
-            clock, clock_steps, wait = 0.0, 0, 0.0
+            clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
     # 9. close: at_exit draws the curve, closes the log, ends the threads and gives the signals back ------------------
 
 
@@ -346,6 +349,7 @@ def schedule(cfg: TrainConfig, step: int) -> float:
 GIVES_UP = {
     "data": "the position is one in the new data, and what was seen of it is unknown",
     "seq_len": "windows begin elsewhere, so that this epoch repeats some tokens and leaves out others",
+    "packing": "windows hold other tokens, so that this epoch repeats some and leaves out others",
     "seed": "the order changes, so that this epoch repeats some tokens and leaves out others",
     "optimizer": "parameters that change hands lose their moments",
 }

@@ -99,9 +99,9 @@ def spy_batches(monkeypatch, change=None) -> list[str]:
 
     class Spied(train.Batches):
         def __next__(self):
-            x, y = super().__next__()
+            x, y, docs = super().__next__()
             seen.append(hashlib.sha256(x.numpy().tobytes()).hexdigest())
-            return change(x, y) if change else (x, y)
+            return (*(change(x, y) if change else (x, y)), docs)
     monkeypatch.setattr(train, "Batches", Spied)
     return seen
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_model import GPT2
 from test_shards import FINGERPRINT, make_set, write_foreign
 
 import data as data_module
-from data import Batches, TokenData, document_ids, iterate_windows
+from data import Batches, TokenData, best_fit, document_ids, iterate_windows
 from shards import write_meta, write_shard
 
 
@@ -33,7 +34,7 @@ def starts(x):
 def test_every_token_but_a_shards_first_is_a_target_once(folder):
     data = TokenData(folder, "train", seq_len=8)
     assert data.n_windows == (1000 - 1) // 8 + (37 - 1) // 8 + (1001 - 1) // 8
-    windows = np.stack([data.window(i) for i in range(data.n_windows)])
+    windows = np.stack([np.append(x, y[-1:]) for x, y, _ in map(data.window, range(data.n_windows))])
     assert windows.shape == (data.n_windows, 9) and windows.dtype == np.int64
     assert (np.diff(windows) == 1).all()
     targets = windows[:, 1:].ravel().tolist()
@@ -44,13 +45,13 @@ def test_every_token_but_a_shards_first_is_a_target_once(folder):
 
 def test_no_window_spans_two_shards(tmp_path):
     folder = make_set(tmp_path / "set", train=[20, 20])
-    windows = [TokenData(folder, "train", seq_len=8).window(i).tolist() for i in range(4)]
-    assert windows == [list(range(first, first + 9)) for first in (0, 8, 20, 28)]
+    windows = [TokenData(folder, "train", seq_len=8).window(i)[0].tolist() for i in range(4)]
+    assert windows == [list(range(first, first + 8)) for first in (0, 8, 20, 28)]
 
 
 def test_targets_are_inputs_shifted_by_one(folder):
     data = TokenData(folder, "train", seq_len=8)
-    x, y = next(Batches(data, seed=0, micro_batch_size=4, batch_seqs=4))
+    x, y, _ = next(Batches(data, seed=0, micro_batch_size=4, batch_seqs=4))
     assert x.shape == y.shape == (4, 8) and x.dtype == y.dtype == torch.int64
     assert x.is_contiguous() and y.is_contiguous()
     assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, x + 1)
@@ -71,7 +72,7 @@ def test_an_epoch_is_every_window_once_over_all_ranks_and_the_next_is_another_or
     ranks = [take(data, steps * 3 // world_size, seed=5, micro_batch_size=2, batch_seqs=6, rank=rank,
                   world_size=world_size) for rank in range(world_size)]
     stream = [start for micro in zip(*ranks, strict=True) for rows in micro for start in rows]
-    everything = sorted(int(data.window(i)[0]) for i in range(n))
+    everything = sorted(int(data.window(i)[0][0]) for i in range(n))
     orders = [stream[epoch * n:(epoch + 1) * n] for epoch in range(epochs)]
     assert all(sorted(order) == everything for order in orders)
     assert len({tuple(order) for order in orders}) == epochs and everything not in orders
@@ -150,8 +151,131 @@ def test_shards_are_in_natural_order_whatever_the_listing(tmp_path, monkeypatch)
     listed = [path for name in reversed(names) for path in [tmp_path / name]]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(listed))
     data = TokenData(tmp_path, "train", seq_len=8)
-    assert [int(data.window(i)[0]) for i in range(5)] == [0, 100, 200, 300, 400]
+    assert [int(data.window(i)[0][0]) for i in range(5)] == [0, 100, 200, 300, 400]
     assert [shard["file"] for shard in data.meta["splits"]["train"]["shards"]] == names
+
+
+# ---- documents laid into windows
+
+
+def make_documents(folder, lengths, shard_tokens=3000, vocab_size=60_000):
+    """A training split of documents of these lengths, their boundaries included: 0 and then ids that never come again.
+    Shards end amid documents, as those of prepare.py do.  Returns the folder and the ids of the split."""
+    folder.mkdir()
+    ids = np.arange(sum(lengths))
+    ids[np.cumsum([0, *lengths[:-1]])] = 0
+    entries = []
+    for i in range(0, len(ids), shard_tokens):
+        part = ids[i:i + shard_tokens]
+        entry = write_shard(folder / f"train_{i // shard_tokens:06d}.bin", part, fingerprint=FINGERPRINT,
+                            vocab_size=vocab_size)
+        entries.append({**entry, "documents": int((part == 0).sum()), "bytes": 1})
+    write_meta(folder, sources=[], fingerprint=FINGERPRINT, vocab_size=vocab_size, boundary_id=0,
+               splits={"train": entries})
+    return folder, ids
+
+
+def webby(seed, n=600, median=30):
+    """Many short documents and a few long ones, as on the web."""
+    return [int(x) + 1 for x in np.random.default_rng(seed).lognormal(np.log(median), 1, n)]
+
+
+CORPORA = {"web": webby(0), "long": [5000, 70, 2900, 640, 1, 3], "short": [3] * 900, "exact": [64] * 40, "one": [2],
+           "many shards": webby(1, 300, 100)}
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_best_fit_has_every_token_once_and_cuts_only_what_is_longer_than_a_window(tmp_path, corpus):
+    folder, ids = make_documents(tmp_path / "set", CORPORA[corpus])
+    T, at = 64, np.arange(len(ids))
+    data = TokenData(folder, "train", seq_len=T, packing="best_fit")
+    x, y, docs = (np.stack(part) for part in zip(*map(data.window, range(data.n_windows)), strict=True))
+    padding = x.size - len(ids)
+    assert np.array_equal(np.sort(x, axis=None), np.sort(np.append(ids, [0] * padding)))
+    targets = ids[at % 3000 > 0]  # all but a shard's first
+    assert np.array_equal(np.sort(y[y != -100]), np.sort(targets))
+    assert data.empty_share == pytest.approx(padding / x.size)
+    followed = (x > 0) & (y != -100)  # an id is its place in the split
+    assert np.array_equal(y[followed], ids[x[followed] + 1])
+    same = docs[:, 1:] == docs[:, :-1]  # a document goes on: its next id is beside it
+    assert np.array_equal(x[:, 1:][same], y[:, :-1][same]) and (x[:, 1:][same] > 0).all()
+    assert (docs[:, 0] == 1).all() and (np.diff(docs)[~same] == 1).all() and (~same | (y[:, :-1] != -100)).all()
+    begin = np.maximum.accumulate(np.where(ids == 0, at, 0))
+    assert data.cut_share() == pytest.approx(((begin // 3000 != at // 3000) | (at - begin >= T)).mean())
+    if corpus in ("web", "many shards"):
+        assert data.cut_share() < TokenData(folder, "train", seq_len=T).cut_share() - 0.1 and data.empty_share < 0.05
+
+
+def test_the_share_cut_off_by_a_stream(tmp_path):
+    folder, ids = make_documents(tmp_path / "set", webby(2))
+    data = TokenData(folder, "train", seq_len=64)
+    cut = slots = 0
+    for i in range(data.n_windows):
+        x = data.window(i)[0].tolist()
+        cut += x.index(0) if 0 in x else 64
+        slots += 64
+    assert data.cut_share() == pytest.approx(cut / slots) and cut / slots > 0.2 and data.empty_share == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_best_fit_fills_windows_and_never_overfills_them(size):
+    random = np.random.default_rng(size)
+    for n in (0, 1, 1000):
+        lengths = np.minimum(random.lognormal(2.5, 1, n).astype(int) + 1, size)
+        window = best_fit(lengths, size)
+        loads = np.bincount(window, weights=lengths)
+        assert len(window) == n and (n == 0 or loads.max() <= size) and (loads > 0).all()
+        assert (np.sort(loads)[:2].sum() > size) or len(loads) < 2  # no two windows could be one
+        assert np.array_equal(window, best_fit(lengths, size))
+
+
+def test_packed_batches_are_the_same_for_all_ranks_and_after_a_stop(tmp_path):
+    folder, _ = make_documents(tmp_path / "set", webby(3))
+
+    def rows(start, steps, world_size, micro):
+        data, found = TokenData(folder, "train", seq_len=64, packing="best_fit"), []
+        ranks = [Batches(data, seed=5, micro_batch_size=micro, batch_seqs=16, rank=rank, world_size=world_size,
+                         start_seq=16 * start) for rank in range(world_size)]
+        for _ in range(steps):
+            step = [next(rank) for _ in range(16 // micro // world_size) for rank in ranks]
+            found.append(sorted(zip(*(torch.cat(part).tolist() for part in zip(*step, strict=True)), strict=True)))
+        return found
+    straight = rows(0, 40, 1, 16)  # two epochs and more
+    assert straight == rows(0, 40, 2, 4) == rows(0, 40, 4, 2)
+    assert straight == rows(0, 7, 1, 8) + rows(7, 20, 2, 8) + rows(27, 13, 1, 4)
+    assert len({str(row) for step in straight for row in step}) == TokenData(
+        folder, "train", seq_len=64, packing="best_fit").n_windows
+
+
+def test_packing_changes_where_the_shard_is_read_in_blocks(tmp_path, monkeypatch):
+    folder, _ = make_documents(tmp_path / "set", webby(4))
+    whole = TokenData(folder, "train", seq_len=64, packing="best_fit")
+    monkeypatch.setattr(data_module.Layout, "BLOCK", 97)
+    blocks = TokenData(folder, "train", seq_len=64, packing="best_fit")
+    assert all(np.array_equal(a, b) for i in range(whole.n_windows)
+               for a, b in zip(whole.window(i), blocks.window(i), strict=True))
+
+
+@pytest.mark.parametrize("switches", [{}, GPT2], ids=["rope", "learned"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_masked_windows_equal_separate_forwards(tmp_path, tiny, switches, compiled, packing):
+    """Each piece of a window has the logits that it has alone, whatever is beside it: eager, compiled, cut pieces."""
+    folder, _ = make_documents(tmp_path / "set", [40, 200, 1, 30, 96, 50, 97, 20, 7], vocab_size=600)
+    data = TokenData(folder, "train", seq_len=96, packing=packing)
+    model = tiny(vocab_size=600, max_seq_len=96, **switches)
+    for block in model.blocks if compiled else ():
+        block.compile(backend="eager")  # what is compiled takes the plain matmuls from 64 tokens on
+    x, _, docs = next(Batches(data, seed=0, micro_batch_size=data.n_windows, batch_seqs=data.n_windows))
+    with torch.no_grad():
+        together = model(x, docs=docs)
+        for block in model.blocks:
+            block._compiled_call_impl = None
+        for row, numbers, logits in zip(x, docs, together, strict=True):
+            for number in numbers.unique():
+                alone = model(row[numbers == number][None])[0]
+                torch.testing.assert_close(logits[numbers == number], alone, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
 
 
 # ---- evaluation
@@ -164,7 +288,7 @@ def test_evaluation_sees_each_window_once_in_order(folder, micro_batch_size, wor
     ranks = [[start for x, y in iterate_windows(data, micro_batch_size, rank=rank, world_size=world_size)
               for start in starts(x)] for rank in range(world_size)]
     assert all(rank == sorted(rank) for rank in ranks)
-    assert sorted(sum(ranks, [])) == [int(data.window(i)[0]) for i in range(data.n_windows)]
+    assert sorted(sum(ranks, [])) == [int(data.window(i)[0][0]) for i in range(data.n_windows)]
 
 
 def test_evaluation_of_some_windows_takes_the_same_spread_for_all(folder):

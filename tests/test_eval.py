@@ -60,8 +60,8 @@ def made(tmp_path_factory):
     data = TokenData(base / "data", "train", seq_len=SEQ_LEN)
     batches = Batches(data, seed=0, micro_batch_size=16, batch_seqs=16, prefetch=False)
     for _ in range(train.max_steps):
-        x, y = next(batches)
-        model(x, y, docs=document_ids(x, tokenizer.boundary_id)).backward()
+        x, y, docs = next(batches)
+        model(x, y, docs=docs).backward()
         for o in optimizers:
             o.step()
             o.zero_grad()
@@ -221,9 +221,9 @@ def test_rows_touched_are_those_of_batches(made, measure):
     touched = measure("--embeddings")["rows_touched"]
     assert [b["tokens"] for b in touched] == [SEQ_LEN, 8 * SEQ_LEN, 16 * SEQ_LEN]
     data = TokenData(made[1], "train", seq_len=SEQ_LEN)
-    inputs = [[len(np.unique(data.window(w)[:-1]))] for w in data.order(0, 0)[:50]]
+    inputs = [[len(np.unique(data.window(w)[0]))] for w in data.order(0, 0)[:50]]
     assert evaluation.rows_of_batches(data, 1, batches=50) == np.mean(inputs)
-    first = np.unique([data.window(w)[:-1] for w in data.order(0, 0)[:16]])
+    first = np.unique([data.window(w)[0] for w in data.order(0, 0)[:16]])
     assert evaluation.rows_of_batches(data, 16, batches=1) == len(first)
     assert all(b["rows"] <= min(b["tokens"], data.vocab_size) for b in touched)
 

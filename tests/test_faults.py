@@ -38,6 +38,7 @@ SETUPS = {
     "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, dropout=0.1),
     "fp16": dict(dtype="float16"),
     "bf16": dict(dtype="bfloat16"),
+    "best_fit": dict(packing="best_fit"),
     "epochs": dict(),  # 160 sequences of a data set of 62
 }
 
@@ -123,6 +124,7 @@ def test_hyper_parameters_come_from_the_command_line(data, tmp_path, monkeypatch
 
 CHANGES = {
     "seq_len": (dict(seq_len=16), "seq_len 32 -> 16: windows begin elsewhere"),
+    "packing": (dict(packing="best_fit"), "packing 'stream' -> 'best_fit': windows hold other tokens"),
     "seed": (dict(seed=7), "seed 1337 -> 7: the order changes"),
     "optimizer": (dict(optimizer="adamw"), "optimizer 'muon' -> 'adamw': parameters that change hands"),
     "rope_theta": (dict(rope_theta=5e4), "rope_theta 10000.0 -> 50000.0: the weights were trained otherwise"),

@@ -197,9 +197,9 @@ def test_uneven_tokens(data, tmp_path, monkeypatch):
 def ignore_some_targets():
     class Batches(train.Batches):
         def __next__(self):
-            x, y = super().__next__()
+            x, y, docs = super().__next__()
             y = torch.where(y % 3 == 0, -100, y)
-            return x, torch.where(y[:, :1] % 2 == 0, -100, y)
+            return x, torch.where(y[:, :1] % 2 == 0, -100, y), docs
     train.Batches = Batches
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -21,9 +23,10 @@ from test_metrics import FakeWandb
 import checkpoint
 import train
 from config import TrainConfig, load, save_json
-from data import TokenData, document_ids
+from data import Batches, TokenData, document_ids
 from metrics import evaluate
 from model import GPT, ModelConfig, flops_per_token
+from shards import open_shard, read_meta, write_meta, write_shard
 from tokenizer import Tokenizer
 
 
@@ -141,10 +144,42 @@ def test_accumulation_does_not_matter(data, tmp_path, monkeypatch, masked):
             assert [line[key] for line in lines] == pytest.approx([line[key] for line in got[0]], rel=2e-5)
     configs = runs.settings(data, tmp_path, grad_clip=0.1)
     train_data = TokenData(data, "train", seq_len=32)
-    batch = torch.stack([torch.from_numpy(train_data.window(i)) for i in train_data.order(0, 1337)[:8]])
+    batch = torch.tensor([[*x, y[-1]] for x, y, _ in map(train_data.window, train_data.order(0, 1337)[:8])])
     loss, norm = step_by_hand(data, *configs, batch, mask if masked else lambda y: y)
     assert got[0][0]["loss"] == pytest.approx(loss, rel=1e-5)
     assert got[0][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
+    """--packing best_fit: the loss is the mean over the tokens that are there, which are what is counted as seen; how
+    many are cut off from their document's beginning is said, and fewer than in the stream."""
+    folder, meta = tmp_path / "data", read_meta(data)
+    shutil.copytree(data, folder)
+    ids = np.array(open_shard(data / "train_000000.bin"))
+    starts = np.random.default_rng(0).integers(17, 32, len(ids)).cumsum()  # one fits into a window, two do not
+    ids[starts[starts < len(ids)]] = meta["boundary_id"]
+    entry = write_shard(folder / "train_000000.bin", ids, fingerprint=meta["tokenizer"], vocab_size=meta["vocab_size"])
+    splits = {"train": [{**entry, "documents": 1, "bytes": 1}], "val": meta["splits"]["val"]["shards"]}
+    write_meta(folder, sources=[], fingerprint=meta["tokenizer"], vocab_size=meta["vocab_size"],
+               boundary_id=meta["boundary_id"], splits=splits)
+    valid = []
+    runs.spy_batches(monkeypatch, lambda x, y: valid.append(int((y != -100).sum())) or (x, y))
+    changes = dict(packing="best_fit", batch_tokens=1024, micro_batch_size=8)
+    lines = runs.log(runs.run(folder, tmp_path / "run", **changes), timings=True)
+    n_valid = np.array(valid).reshape(-1, 4).sum(axis=1)
+    assert [line["tokens"] for line in lines] == n_valid.cumsum().tolist() and max(n_valid) < 850
+    rates = [line["tok_per_s"] * line["step_ms"] / 1000 for line in lines]
+    assert rates[1:] == pytest.approx(n_valid[1:].tolist(), rel=0.01)
+    model_cfg, cfg = runs.settings(folder, tmp_path, **changes)
+    torch.manual_seed(cfg.seed)
+    packed = TokenData(folder, "train", seq_len=32, packing="best_fit")
+    x, y, docs = next(Batches(packed, seed=cfg.seed, micro_batch_size=32, batch_seqs=32))
+    logits = GPT(model_cfg)(x, docs=docs).flatten(0, 1)
+    loss = F.cross_entropy(logits, y.flatten()) + cfg.z_loss * logits[y.flatten() != -100].logsumexp(-1).square().mean()
+    assert lines[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    cut = TokenData(folder, "train", seq_len=32).cut_share()
+    assert f"best_fit: {packed.cut_share():.1%} of tokens are cut off" in capsys.readouterr().out
+    assert packed.cut_share() < cut - 0.1
 
 
 def test_clipping_and_learning_rates(data, tmp_path):
