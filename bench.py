@@ -21,7 +21,6 @@ import functools
 import gc
 import importlib.util
 import json
-import platform
 import shlex
 import statistics
 import subprocess
@@ -33,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from device import DTYPES, pick_device
+from device import DTYPES, machine, pick_device
 from model import default_chunk, fused_linear_cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,16 +87,6 @@ def matmul_rate(device, dtype) -> float:
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     out = torch.empty_like(a)
     return 2 * size**3 / statistics.median(seconds(lambda: torch.mm(a, b, out=out), device, 5))
-
-
-def machine(device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        names = [x.split(":")[1] for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-        name = names[0].strip() if names else name
-    return f"{name}, {torch.get_num_threads()} cores"
 
 
 def in_fresh_processes(command: list[str], rows: list[str]):

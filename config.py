@@ -21,6 +21,7 @@ By hand rather than by tyro or argparse: neither takes `1e3` for an int, nor `--
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -83,11 +84,21 @@ def to_dict(instances) -> dict:
     return {key: value for instance in instances for key, value in dataclasses.asdict(instance).items()}
 
 
-def save_json(path, instances):
-    """Write config.json, whole or not at all; `load` reads it like any config file."""
+@contextlib.contextmanager
+def written_aside(path):
+    """Where to write what becomes the file `path` once all of it is there: whole or not at all, whatever happens."""
     aside = Path(f"{path}.tmp")
-    aside.write_text(json.dumps(to_dict(instances), indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def save_json(path, instances):
+    """Write config.json; `load` reads it like any config file."""
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(to_dict(instances), indent=2) + "\n", encoding="utf-8")
 
 
 def describe(instances) -> str:
@@ -302,7 +313,8 @@ class TrainConfig:
     compile: bool = True  # torch.compile the block, once for all layers
     peak_tflops: float | None = None  # of one device, for the mfu column where the device's name is not known
     max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
-    wandb_project: str | None = None  # log there too
+    wandb_project: str | None = None  # send the log to this project of Weights & Biases too
+    tensorboard: bool = False  # write the log to out_dir/tensorboard too, for `tensorboard --logdir out`
 
     def problems(self) -> list[str]:
         """Every impossible setting, as sentences a user can act on."""

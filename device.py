@@ -5,9 +5,12 @@ GPU's format.  What cannot be known is None or refused, never guessed: a wrong p
 any other number.
 """
 
+import contextlib
 import ctypes
 import os
+import platform
 import re
+from pathlib import Path
 
 import torch
 
@@ -64,6 +67,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)
              and (not key.startswith("RTX") or name.endswith(key))]
     return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
+
+
+def machine(device: torch.device) -> str:
+    """The device by its name; of a CPU also the cores in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = [x.split(":")[1] for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+        name = names[0].strip() if names else name
+    return f"{name}, {torch.get_num_threads()} cores"
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

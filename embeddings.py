@@ -19,12 +19,12 @@ same frequencies would drawn independently, because words repeat within a docume
 """
 
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from config import written_aside
 
 RARE = 10  # occurrences in training below which a row is called rare
 SHOWN = 20  # undertrained rows in the text; the JSON has all
@@ -224,6 +224,5 @@ def plot(arrays: dict, path):
     else:
         right.hist(norms, 60)
         right.set(xlabel="norm of the row", ylabel="rows")
-    aside = Path(path).with_suffix(".tmp.png")
-    figure.savefig(aside, dpi=120)
-    os.replace(aside, path)
+    with written_aside(path) as aside:
+        figure.savefig(aside, dpi=120, format="png")

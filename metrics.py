@@ -1,4 +1,4 @@
-"""Losses and logs: evaluation over fixed windows, the log file, the curve.
+"""Losses and logs: evaluation over fixed windows, the log file, the curves.
 
 Loss in nats per token is what training minimises; bits per byte is what can be compared, between vocabularies and
 with other repositories:  bpb = sum of nats / (ln 2 * bytes of the predicted tokens).  Special tokens count as
@@ -14,13 +14,14 @@ warning, never the run (wandb has stopped runs elsewhere by raising from `log`).
 import contextlib
 import json
 import math
-import os
+import time
 import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from config import written_aside
 from data import document_ids
 from device import autocast
 
@@ -64,27 +65,35 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, bounda
 
 
 class RunLog:
-    """out/<run>/log.jsonl, one object per line; loss.png; wandb when asked.  Nothing here ever stops a run.
+    """out/<run>/log.jsonl, one object per line; loss.png; wandb and TensorBoard when asked.  None of it stops a run.
 
     On resume the lines after the resumed step are dropped, and what was evaluated at it, which the resumed run does
-    again: steps stay monotone and no line is there twice.  Only rank 0 writes.
+    again: steps stay monotone and no line is there twice.  `seconds`, in every line, is the time the run has taken so
+    far, evaluations and all, without the time it lay still or what it did in vain.  Only rank 0 writes.
     """
 
-    def __init__(self, out_dir, *, resume_step: int | None = None, enabled: bool = True,
+    def __init__(self, out_dir, *, resume_step: int | None = None, enabled: bool = True, tensorboard: bool = False,
                  wandb_project: str | None = None, config: dict | None = None, run_id: str | None = None):
-        self.out_dir, self.enabled, self.wandb, self.file, self.run_id = Path(out_dir), enabled, None, None, run_id
-        self.failed = set()
+        self.out_dir, self.enabled, self.file, self.run_id = Path(out_dir), enabled, None, run_id
+        self.wandb, self.tensorboard, self.failed, self.began = None, None, set(), time.monotonic()
         if not enabled:
             return
+        kept = []
         path = self.out_dir / "log.jsonl"
         with self.forgive("log.jsonl"):
             kept = [line for line in (read_log(path) if resume_step is not None else []) if (
                 line["step"] < resume_step or line["step"] == resume_step and "loss" in line)]
-            aside = path.with_suffix(".tmp")
-            with open(aside, "w", encoding="utf-8") as f:
+            with written_aside(path) as aside, open(aside, "w", encoding="utf-8") as f:
                 f.writelines(json.dumps(line) + "\n" for line in kept)
-            os.replace(aside, path)
             self.file = open(path, "a", encoding="utf-8", buffering=1)  # a line at a time reaches the disk
+        self.began -= max((line.get("seconds", 0) for line in kept), default=0)
+        if tensorboard:
+            with self.forgive("tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
+                self.tensorboard = SummaryWriter(self.out_dir / "tensorboard", purge_step=resume_step or 0)
+                for line in kept:
+                    if line["step"] == resume_step:  # the purge hides this one too
+                        self.show(line)
         if wandb_project:
             with self.forgive("wandb"):
                 import wandb
@@ -108,21 +117,37 @@ class RunLog:
         if not self.enabled:
             return
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        values["seconds"] = round(time.monotonic() - self.began, 3)
         if self.file is not None:
             with self.forgive("log.jsonl"):
                 self.file.write(json.dumps(values) + "\n")
         if self.wandb is not None:
             with self.forgive("wandb"):
                 self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+        if self.tensorboard is not None:
+            with self.forgive("tensorboard"):
+                self.show(values)
+
+    def show(self, values: dict):
+        """One line of the log in TensorBoard, on disk at once."""
+        for key, value in values.items():
+            if isinstance(value, str):
+                self.tensorboard.add_text(key, value, values["step"])
+            elif key != "step" and value is not None:
+                self.tensorboard.add_scalar(key, value, values["step"])
+        self.tensorboard.flush()
 
     def plot(self):
         """Draw out/<run>/loss.png from the whole log."""
         if self.enabled:
-            with self.forgive("loss.png"):
-                plot_losses([self.out_dir], self.out_dir / "loss.png")
+            with self.forgive("loss.png"), written_aside(self.out_dir / "loss.png") as aside:
+                draw([self.out_dir]).savefig(aside, format="png", dpi=120)
 
     def close(self):
         self.plot()
+        if self.tensorboard is not None:
+            with self.forgive("tensorboard"):
+                self.tensorboard.close()
         if self.file is not None:
             with self.forgive("log.jsonl"):
                 self.file.close()
@@ -141,23 +166,36 @@ def read_log(path) -> list[dict]:
     return lines
 
 
-def plot_losses(runs, png_path):
-    """Training and held-out loss against the step, a colour per run folder."""
+AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs"}  # key of the log -> what it counts
+
+
+def draw(runs, xs=("step",)):
+    """A figure of one or several run folders, a colour each: loss in training and held out above bits per byte, against
+    each of the keys `xs` of their logs, a column each."""
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
-    figure = Figure(figsize=(8, 4.5), layout="tight")
-    axes = figure.add_subplot()
+    from matplotlib.ticker import EngFormatter
+    figure = Figure(figsize=(2 + 5 * len(xs), 6.5), layout="tight")
+    axes = figure.subplots(2, len(xs), sharex="col", sharey="row", squeeze=False)
+    late = []
     for i, run in enumerate(runs):
-        log, name = read_log(Path(run) / "log.jsonl"), Path(run).name
-        train = [(line["step"], line["loss"]) for line in log if line.get("loss") is not None]
-        held = [(line["step"], line["val_loss"]) for line in log if line.get("val_loss") is not None]
-        if train:
-            axes.plot(*zip(*train, strict=True), color=f"C{i}", alpha=0.4, linewidth=1, label=f"{name} train")
-        if held:
-            axes.plot(*zip(*held, strict=True), color=f"C{i}", marker="o", markersize=3, label=f"{name} held out")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    aside = Path(png_path).with_suffix(".tmp.png")
-    figure.savefig(aside, dpi=120)
-    os.replace(aside, png_path)
+        log, name = read_log(Path(run) / "log.jsonl"), Path(run).name if len(runs) == 1 else str(run)
+        for x, (loss_axes, bpb_axes) in zip(xs, axes.T, strict=True):
+            train, held, bpb = ([(line[x], line[key]) for line in log if None not in (line.get(x), line.get(key))]
+                                for key in ("loss", "val_loss", "val_bpb"))
+            for ax, points, look in ((loss_axes, train, dict(alpha=0.5, linewidth=1, label=f"{name} training")),
+                                     (loss_axes, held, dict(marker="o", markersize=3, label=f"{name} held out")),
+                                     (bpb_axes, bpb, dict(marker="o", markersize=3, label=f"{name} held out"))):
+                if points:
+                    ax.plot(*zip(*points, strict=True), color=f"C{i}", **look)
+            late += [y for _, y in train[len(train) // 20:] + held]
+    axes[0, 0].set_ylabel("loss, nats per token")
+    axes[1, 0].set_ylabel("bits per byte")
+    if late:
+        axes[0, 0].set_ylim(top=max(late) * 1.05)  # the fall of the first steps would flatten all that follows
+        axes[0, 0].legend()
+    for ax in axes.flat:
+        ax.grid(alpha=0.3)
+    for x, ax in zip(xs, axes[1], strict=True):
+        ax.set_xlabel(AXES[x])
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20G tokens
+    return figure

@@ -14,6 +14,7 @@ parameters come from the command line again.  Steps whose gradient is not finite
 """
 
 import contextlib
+import importlib.util
 import math
 import os
 import shlex
@@ -46,6 +47,9 @@ class RunFailed(RuntimeError):
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
     """Problems that span both dataclasses and the number of ranks."""
     found, dp_size = [], read_ranks().dp_size
+    if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        found.append("tensorboard is asked for, but the package is not installed. Install it (pip install tensorboard) "
+                     "or leave out --tensorboard.")
     if cfg.seq_len > model_cfg.max_seq_len:
         found.append(f"seq_len ({cfg.seq_len}) is more than max_seq_len ({model_cfg.max_seq_len}). "
                      "Lower the first or raise the second.")
@@ -181,7 +185,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         save_json(out_dir / "config.json", (model_cfg, cfg))
     stop = at_exit.enter_context(StopSignal(launched=ranks.world_size > 1))
     log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main, run_id=state["wandb_id"],
-                 wandb_project=cfg.wandb_project, config=to_dict((model_cfg, cfg)))
+                 wandb_project=cfg.wandb_project, tensorboard=cfg.tensorboard, config=to_dict((model_cfg, cfg)))
     at_exit.callback(log.close)
     state["wandb_id"] = log.run_id
     counts, flops = num_params(model_cfg), flops_per_token(model_cfg, cfg.seq_len)["causal"]

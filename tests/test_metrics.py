@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import metrics
-from metrics import RunLog, evaluate, plot_losses, read_log
+from metrics import RunLog, evaluate, read_log
 
 CPU = torch.device("cpu")
 BOUNDARY = 299
@@ -109,7 +109,8 @@ def test_lines_are_json(tmp_path):
     log = RunLog(tmp_path)
     log.write(step=1, loss=float("nan"), grad_norm=math.inf, lr=0.1)
     text = (tmp_path / "log.jsonl").read_text()  # before close: a killed run has its lines
-    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
+    line = json.loads(text, parse_constant=pytest.fail)
+    assert 0 <= line.pop("seconds") < 60 and line == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
     log.close()
 
 
@@ -199,9 +200,10 @@ def test_a_full_disk_costs_lines(tmp_path, monkeypatch, broken):
     """ENOSPC while writing a line, drawing the curve or opening the file: one warning each, and on."""
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(metrics, "plot_losses", full if broken == "plot" else lambda *args: None)
+    monkeypatch.setattr(RunLog if broken != "plot" else metrics, "plot" if broken != "plot" else "draw",
+                        full if broken == "plot" else lambda log: None)
     if broken == "open":
-        monkeypatch.setattr(metrics.os, "replace", full)
+        monkeypatch.setattr(metrics, "open", full, raising=False)
     with pytest.warns(UserWarning, match="goes on without it: OSError.*No space left") as caught:
         log = RunLog(tmp_path)
         if broken == "write":
@@ -214,14 +216,67 @@ def test_a_full_disk_costs_lines(tmp_path, monkeypatch, broken):
     assert len(caught) == 1
 
 
-def test_the_curve(tmp_path):
-    """loss.png shows several runs, and does not mind nulls or an empty log."""
-    for name, lines in (("a", [(1, 3.0), (2, None), (3, 2.0)]), ("b", [])):
-        log = RunLog(tmp_path / name) if (tmp_path / name).mkdir() is None else None
-        for step, loss in lines:
-            log.write(step=step, loss=loss)
-            log.write(step=step, val_loss=loss)
+def test_seconds_go_on_over_a_resume(tmp_path, monkeypatch):
+    """Every line says how long the run has taken: a resumed one goes on where its last kept line ended, without the
+    time between, and without what was done in vain behind the checkpoint."""
+    now = [1000.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+
+    def steps(log, *numbers):
+        for step in numbers:
+            now[0] += 1.5
+            log.write(step=step, loss=1.0)
+            log.write(step=step, val_loss=1.0)
         log.file.close()
-    plot_losses([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "both.png"]
+    steps(RunLog(tmp_path), 1, 2, 3, 4)
+    now[0] += 5000
+    steps(RunLog(tmp_path, resume_step=3), 4, 5)
+    seconds = {line["step"]: line["seconds"] for line in read_log(tmp_path / "log.jsonl")}
+    assert seconds == {1: 1.5, 2: 3.0, 3: 4.5, 4: 6.0, 5: 7.5}
+    steps(RunLog(tmp_path), 1)
+    assert read_log(tmp_path / "log.jsonl")[-1]["seconds"] == 1.5
+
+
+def tensorboard_has(folder):
+    """What TensorBoard shows of a run: {key: [(step, value), ...]}"""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    return {key: [(e.step, e.value) for e in events.Scalars(key)] for key in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_the_log(tmp_path):
+    """TensorBoard shows the log's numbers, once each and in order, after a kill, a resume and a new start too."""
+    def in_log():
+        lines, keys = read_log(tmp_path / "log.jsonl"), {}
+        for line in lines:
+            for key in line.keys() - {"step", "sample"}:
+                if line[key] is not None:
+                    keys.setdefault(key, []).append((line["step"], pytest.approx(line[key], rel=1e-6)))
+        return keys
+    for first, resume_step in ((1, None), (3, 2), (1, None)):
+        log = RunLog(tmp_path, tensorboard=True, resume_step=resume_step)
+        if resume_step:
+            log.write(step=resume_step, val_loss=2.5)
+        for step in range(first, first + 4):
+            log.write(step=step, loss=float(step), mfu=None)
+            log.write(step=step, val_loss=step + 0.5)
+            log.write(step=step, sample="text")
+        if resume_step:
+            log.close()  # otherwise killed: what it wrote is on disk
+        assert tensorboard_has(tmp_path / "tensorboard") == in_log()
+
+
+def test_tensorboard_never_stops_a_run(tmp_path, monkeypatch):
+    """A package that cannot be imported and a write that fails cost one warning; the file has every line."""
+    for broken in ("import", "write"):
+        if broken == "import":
+            monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.warns(UserWarning, match="tensorboard failed") as caught:
+            log = RunLog(tmp_path / broken if (tmp_path / broken).mkdir() is None else None, tensorboard=True)
+            if broken == "write":
+                monkeypatch.setattr(log.tensorboard, "add_scalar", lambda *args: 1 / 0)
+            for step in (1, 2):
+                log.write(step=step, loss=1.0)
+            log.close()
+        assert len(caught) == 1 and len(read_log(tmp_path / broken / "log.jsonl")) == 2
+        monkeypatch.undo()
