@@ -3,7 +3,7 @@
     python convert.py resize out/RUN out/NEW --add "<|think|>" "<|answer|>"   more special tokens
     python convert.py untie out/RUN out/NEW                            a head of its own
     python convert.py tie out/RUN out/NEW [--keep embed]               one table again
-    python convert.py export out/RUN DIR                               a folder for transformers, vLLM and others
+    python convert.py export out/RUN DIR [--license mit]               a folder for transformers, vLLM and others
     python convert.py import DIR out/RUN                               the way back; DIR may be nanoGPT's ckpt.pt
     python convert.py gguf out/RUN FILE.gguf [--type q8_0]             a file for llama.cpp
 
@@ -41,8 +41,10 @@ import torch
 
 import checkpoint
 import hf
+from metrics import read_log
 from model import GPT, ModelConfig, num_params
 from optim import make_optimizers
+from shards import read_meta
 from tokenizer import PATTERN, Tokenizer
 
 NOISE = 0.01  # of new rows, in standard deviations of the trained ones
@@ -165,19 +167,19 @@ def written_aside(path: Path):
         shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
-def export(run, out: Path):
+def export(run, out: Path, licence: str = "unknown"):
     """A Hugging Face folder with a model card."""
     model, tokenizer, state = checkpoint.load_model(run)
     with written_aside(out) as aside:
         hf.save_folder(model, tokenizer, aside)
-        card = model_card(model, tokenizer, state, Path(run), out.resolve().name)
+        card = model_card(model, tokenizer, state, Path(run), out.resolve().name, licence)
         (aside / "README.md").write_text(card, encoding="utf-8")
     pads = model.cfg.padded_vocab_size - model.cfg.vocab_size
     print(f"{out}: {hf.settings_to_hf(model.cfg)['architectures'][0]}, {model.cfg.vocab_size} ids"
           + (f" ({pads} pad rows left out)" if pads else ""))
 
 
-def model_card(model: GPT, tokenizer: Tokenizer, state: dict, run: Path, name: str) -> str:
+def model_card(model: GPT, tokenizer: Tokenizer, state: dict, run: Path, name: str, licence: str) -> str:
     """README.md of an export: what the run's own files say about it, and how to use it."""
     cfg, counts = model.cfg, num_params(model.cfg)
     total = counts["total"] - (cfg.padded_vocab_size - cfg.vocab_size) * cfg.d_model * (1 if cfg.tie_embeddings else 2)
@@ -186,33 +188,40 @@ def model_card(model: GPT, tokenizer: Tokenizer, state: dict, run: Path, name: s
              f"and {cfg.n_kv_heads} key/value heads of {cfg.head_dim}, MLP {cfg.d_ff}, context {cfg.max_seq_len}"),
             ("Parameters", f"{total:,}, embedding and head {'tied' if cfg.tie_embeddings else 'apart'}"),
             ("Tokenizer", f"byte-level BPE, {cfg.vocab_size:,} ids, sha256 {tokenizer.fingerprint[:16]}")]
-    if origin := state.get("imported_from"):
-        rows.append(("Imported from", origin))
-    if (step := state["progress"]["step"]) > 0:
-        train = state["train"]
+    base, step, train = state.get("imported_from"), state["progress"]["step"], state["train"]
+    made, hub, settings = f"converted from {base}" if base else "not yet trained", [], ""
+    if step > 0:
+        base = state["progress"].get("base")
+        made = f"finetuned from {Path(base.removeprefix('hf:')).name}" if base else "trained from scratch"
         n_tokens = state["progress"].get("tokens") or state["progress"]["seqs_seen"] * train["seq_len"]
+        sources = data_sources(train["data_dir"], state["data"])
+        hub = [source.split(":")[1] for source in sources if source.startswith("hf:")]
         rates = f"{train['adamw_lr']:g} (AdamW)"
         if train["optimizer"] == "muon":
             rates = f"{train['muon_lr']:g} (Muon on matrices), " + rates
         rows += [("Training", f"{step:,} steps of {train['batch_tokens']:,} tokens, "
                   f"{n_tokens:,} tokens in all"),
-                 ("Data", f"{Path(train['data_dir']).name}, sha256 {state['data'][:16]}"),
+                 ("Data", f"{Path(train['data_dir']).name}{': ' * bool(sources)}{', '.join(sources)}; sha256 "
+                  f"{state['data'][:16]}"),
                  ("Learning rate", f"{rates}, {train['schedule']}, {train['warmup_steps']:,} steps of warm-up"),
                  ("Seed", train["seed"])]
-    log = (run.parent if run.name.startswith("ckpt_") else run) / "log.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
-    if held := [line for line in lines if "val_loss" in line and line["step"] <= step]:
+        own = {key: value for key, value in train.items() if not key.endswith("_dir") and key not in (
+            "init_from", "device", "wandb_project")}  # the rest is about a machine and its user
+        settings = f"\nEvery training setting:\n\n```json\n{json.dumps(own, indent=1)}\n```\n"
+    log = read_log((run.parent if run.name.startswith("ckpt_") else run) / "log.jsonl")
+    if held := [line for line in log if line.get("val_bpb") is not None and line["step"] <= step]:
         rows.append(("Held-out", f"{held[-1]['val_loss']:.4f} nats per token, {held[-1]['val_bpb']:.4f} bits per "
                      f"byte at step {held[-1]['step']:,}"))
+    head = "\n".join(["library_name: transformers", "pipeline_tag: text-generation", f"license: {licence}",
+                      *["datasets:"] * bool(hub), *(f"- {name}" for name in hub)])
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
+{head}
 ---
 
 # {name}
 
-A language model trained from scratch with Stack-100M.  It continues text; it was not taught to follow instructions.
+A language model {made} with Stack-100M.
 
 | | |
 |---|---|
@@ -229,7 +238,18 @@ model = AutoModelForCausalLM.from_pretrained("{name}")
 inputs = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
-"""
+{settings}"""
+
+
+def data_sources(data_dir, fingerprint: str) -> list[str]:
+    """What a data set says it was made of, local files by their last name only; [] if it is gone or another one."""
+    try:
+        meta = read_meta(data_dir)
+    except (ValueError, OSError):
+        return []
+    sources = [source["source"] for source in meta.get("sources", ()) if isinstance(source, dict)]
+    return [source if source.startswith("hf:") else Path(source).name for source in sources
+            if meta["data_fingerprint"] == fingerprint]
 
 
 def import_model(source, out, *, tokenizer: str | None):
@@ -375,6 +395,8 @@ def main(argv=None):
             command.add_argument("--add", nargs="+", required=True, metavar="NAME", help="names of new special tokens")
         elif name == "tie":
             command.add_argument("--keep", choices=("embed", "head"), help="the table that stays where they differ")
+        elif name == "export":
+            command.add_argument("--license", default="unknown", help="for the model card, as Hugging Face writes it")
         elif name == "gguf":
             command.add_argument("--type", choices=("f16", "q8_0", "bf16", "f32"), default="f16",
                                  help="number format of the matrices (f16)")
@@ -392,7 +414,7 @@ def main(argv=None):
         elif args.command == "tie":
             tie(args.source, out, args.keep)
         elif args.command == "export":
-            export(args.source, out)
+            export(args.source, out, args.license)
         elif args.command == "gguf":
             write_gguf(args.source, out, args.type)
         else:

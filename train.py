@@ -114,7 +114,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.dp_size)
 
     # 4. model -------------------------------------------------------------------------------------------------------
-    state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0}
+    state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0,
+             "base": cfg.init_from if finetuning else None}  # whose weights these were
     if main and resuming:
         checkpoint.recover(out_dir)  # what a kill amid a save left behind
     ranks.barrier()

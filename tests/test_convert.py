@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+import yaml
 from conftest import ROOT, tiny_config
 from exchange import LEARNED, refused, run, save, sharp, texts, trained_words
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ import train
 from config import TrainConfig
 from metrics import read_log
 from model import GPT, generate
+from shards import write_meta, write_shard
 from tokenizer import Tokenizer
 
 transformers.utils.logging.set_verbosity_error()
@@ -124,18 +126,31 @@ def test_what_lies_where_the_work_is_done_stays(tmp_path, words, capsys, command
 def test_model_card_has_the_runs_facts(tmp_path, words, capsys):
     """README.md of an export tells what was trained on what, from the run's own files, and invents nothing."""
     model = sharp(words)
-    train = TrainConfig(data_dir="data/books", seq_len=64, batch_tokens=640, seed=5)
-    save(tmp_path / "run", model, words, train=train, step=1200, data="ab" * 32)
+    (tmp_path / "books").mkdir()
+    shard = write_shard(tmp_path / "books" / "train_0.bin", [words.boundary_id] * 9, vocab_size=words.vocab_size,
+                        fingerprint=words.fingerprint)
+    meta = write_meta(tmp_path / "books", sources=[{"source": "hf:org/web:sample"}, {"source": "me/private/novels"}],
+                      fingerprint=words.fingerprint, vocab_size=words.vocab_size, boundary_id=words.boundary_id,
+                      splits={"train": [{**shard, "documents": 9, "bytes": 0}]})
+    knobs = TrainConfig(data_dir=str(tmp_path / "books"), out_dir="me/run", seq_len=64, batch_tokens=640, seed=5)
+    save(tmp_path / "run", model, words, train=knobs, step=1200, data=meta["data_fingerprint"])
     (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (
         {"step": 1000, "val_loss": 2.5, "val_bpb": 1.25}, {"step": 1200, "loss": 2.0},
-        {"step": 1200, "val_loss": 2.25, "val_bpb": 1.125}, {"step": 1300, "val_loss": 1.0, "val_bpb": 0.5})))
-    run("export", tmp_path / "run", tmp_path / "card")
+        {"step": 1200, "val_loss": 2.25, "val_bpb": 1.125}, {"step": 1200, "val_loss": None, "val_bpb": None},
+        {"step": 1300, "val_loss": 1.0, "val_bpb": 0.5})))
+    with open(tmp_path / "run" / "log.jsonl", "a") as log:
+        log.write('{"step": 1400, "val_lo')  # a run that was killed
+    run("export", tmp_path / "run", tmp_path / "card", "--license", "cc0-1.0")
     card = (tmp_path / "card" / "README.md").read_text()
     n = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "card").parameters())
-    for fact in (f"{n:,}", "1,200 steps", "768,000 tokens", "books", "ab" * 8, "2.2500 nats", "1.1250 bits",
+    for fact in (f"{n:,}", "1,200 steps", "768,000 tokens", "books: hf:org/web:sample, novels",
+                 meta["data_fingerprint"][:16], "trained from scratch", '"beta2": 0.95', "2.2500 nats", "1.1250 bits",
                  "Qwen3ForCausalLM", words.fingerprint[:16], "0.006 (Muon"):
         assert fact in card, fact
     assert "0.5000" not in card  # a step this checkpoint has not seen
+    assert "me/" not in card and str(tmp_path) not in card  # nor what a machine's folders are called
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["license"] == "cc0-1.0" and head["datasets"] == ["org/web"]
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL).group(1).replace('"card"', repr(str(tmp_path / "card")))
     capsys.readouterr()
     exec(code, {})
@@ -143,7 +158,8 @@ def test_model_card_has_the_runs_facts(tmp_path, words, capsys):
     run("import", tmp_path / "card", tmp_path / "back")
     run("export", tmp_path / "back", tmp_path / "again")
     card = (tmp_path / "again" / "README.md").read_text()
-    assert "| Imported from | card |" in card and "Training" not in card.replace("training data", "")
+    assert "model converted from card with" in card and "Training" not in card.replace("training data", "")
+    assert yaml.safe_load(card.split("---")[1])["license"] == "unknown"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,6 +368,7 @@ def test_a_folder_from_elsewhere_is_finetuned_and_leaves_again(tmp_path, words, 
     ids = command(sample, tmp_path / "run", "--prompt", "de\u0301f main(", "--ids", "--temperature", 0,
                   "--max_new_tokens", 20, "--device", "cpu", "--dtype", "float32")
     run("export", tmp_path / "run", tmp_path / "tuned")
+    assert "finetuned from qwen3 with" in (tmp_path / "tuned" / "README.md").read_text()
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned")
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     prompt = words(words.bos_token + "de\u0301f main(", return_tensors="pt")
