@@ -22,23 +22,30 @@ not by position, so it does not care how parameters are grouped, nor about the n
 peaks no higher than training.  `load_model` takes ckpt_last unless asked for "best": a WSD run is best where it ends.
 """
 
+import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from model import GPT, ModelConfig
+from parallel import fill, is_sharded
 from tokenizer import Tokenizer
 
 FORMAT = 1
 WEIGHTS, OPTIM, TOKENIZER, STATE = "model.safetensors", "optim.pt", "tokenizer.json", "state.json"
+OF_OPTIM = "optim/"  # before the names of optimizer state among a sharded checkpoint's tensors
 MIB = 2**20
 
 
@@ -53,26 +60,97 @@ def save(run_dir, name: str, *, model, tokenizer: Tokenizer, model_cfg: ModelCon
     `state` is the caller's, of plain values; N is state["progress"]["step"].  Raises OSError, saying how much is needed
     and where, if the folder is full or cannot be written; what stood there before then still does.
     """
-    run_dir, model = Path(run_dir), _unwrap(model)
-    weights = {_plain_name(key): t.detach().cpu().contiguous() for key, t in model.state_dict().items()}
-    optim = {"optimizers": _optimizer_state(model, optimizers),
-             "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None}
-    facts = {"format": FORMAT, "torch": torch.__version__, "model": model_cfg, "train": train_cfg,
-             "tokenizer": tokenizer.fingerprint, **state}
-    tensors = [*weights.values(), *(v for entry in optim["optimizers"].values() for v in entry["state"].values())]
-    needed = sum(t.nbytes for t in tensors if torch.is_tensor(t)) + MIB
-    aside = run_dir / f"{name}.new"
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
+    model = _unwrap(model)
+    weights = {_plain_name(key): t.detach().cpu().contiguous() for key, t in model.state_dict().items()}
+    optim = {"optimizers": _optimizer_state(model, optimizers), "scaler": _scaler_state(scaler)}
+    tensors = [*weights.values(), *(v for entry in optim["optimizers"].values() for v in entry["state"].values())]
+    facts = {"model": model_cfg, "train": train_cfg, **state}
+    with _writing(run_dir, name, tokenizer, facts, keep, tensors) as aside:
+        save_file(weights, aside / WEIGHTS, {"format": "pt"})
+        torch.save(optim, aside / OPTIM)
+        shutil.copymode(aside / OPTIM, aside / WEIGHTS)  # save_file makes files that only their owner can read
+
+
+class ShardedSaves:
+    """`save` for a run whose ranks hold parts: each writes its own, in the background, and all call it together.
+
+    torch.distributed.checkpoint copies the parts to memory of their own before `save` returns and writes them while
+    training goes on.  The first rank publishes the folder once every rank has written; `finish` waits for that, and so
+    does the next save.  An OSError on one rank is one on all.
+    """
+
+    def __init__(self):
+        self.group = dist.new_group(backend="gloo")  # of its own: training's messages must not mix with these
+        self.publisher = ThreadPoolExecutor(1)
+        self.under_way = None
+
+    def save(self, run_dir, name: str, *, model, tokenizer: Tokenizer, model_cfg: ModelConfig, train_cfg=None,
+             optimizers=(), scaler=None, state: dict, keep: int = 0):
+        import torch.distributed.checkpoint as dcp
+        self.finish()
+        optim = _optimizer_state(model, optimizers)
+        tensors = {key: t.detach() for key, t in model.state_dict().items()} | {
+            f"{OF_OPTIM}{key}/{name}": value for name, entry in optim.items() for key, value in entry["state"].items()}
+        sharded = {"kinds": {name: entry["kind"] for name, entry in optim.items()}, "scaler": _scaler_state(scaler)}
+        facts = {"model": model_cfg, "train": train_cfg, "sharded": sharded, **state}
+        writing, first = contextlib.ExitStack(), dist.get_rank() == 0
+        self._together(lambda: first and writing.enter_context(
+            _writing(run_dir, name, tokenizer, facts, keep, tensors.values())))
+        written = dcp.async_save(tensors, process_group=self.group, storage_writer=dcp.HuggingFaceStorageWriter(
+            str(Path(run_dir) / f"{name}.new"), save_distributed=True))  # safetensors: other writers pickle
+
+        def publish():
+            with writing:
+                _wait(written)
+        self.under_way = self.publisher.submit(publish).result if first else functools.partial(_wait, written)
+
+    def finish(self):
+        """Wait until the last save stands in its place; raises what `save` raises."""
+        under_way, self.under_way = self.under_way, None
+        if under_way is not None:
+            self._together(under_way)
+
+    def _together(self, act):
+        fault = None
+        try:
+            act()
+        except OSError as error:
+            fault = error
+        faults = [None] * dist.get_world_size()
+        dist.all_gather_object(faults, fault and (fault.errno, str(fault)), group=self.group)
+        for number, text in filter(None, faults):
+            raised = OSError(text)
+            raised.errno = number
+            raise raised from fault
+
+
+def _wait(written):
+    """For the end of an asynchronous save; a rank's fault is an OSError here too."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    try:
+        written.result()
+    except CheckpointException as error:
+        fault = next(iter(error.failures.values()))[0]
+        raise (fault if isinstance(fault, OSError) else OSError(errno.EIO, str(fault))) from error
+
+
+@contextlib.contextmanager
+def _writing(run_dir, name: str, tokenizer: Tokenizer, facts: dict, keep: int, tensors):
+    """Gives the folder to write the tensors into, which then becomes run_dir/name with all that belongs to it."""
+    run_dir = Path(run_dir)
+    aside = run_dir / f"{name}.new"
+    facts = {"format": FORMAT, "torch": torch.__version__, "tokenizer": tokenizer.fingerprint, **facts}
+    facts = json.loads(json.dumps(facts, default=_plain_value))  # now: training may go on while this is written
+    needed = sum(t.nbytes for t in tensors if torch.is_tensor(t)) + MIB
+    from safetensors import SafetensorError
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         recover(run_dir)
         if shutil.disk_usage(run_dir).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         aside.mkdir()
-        save_file(weights, aside / WEIGHTS, {"format": "pt"})
-        torch.save(optim, aside / OPTIM)
-        shutil.copymode(aside / OPTIM, aside / WEIGHTS)  # save_file makes files that only their owner can read
+        yield aside
         tokenizer.save(aside / TOKENIZER)
         _seal(aside, facts)
         _publish(aside, run_dir / name)
@@ -126,13 +204,17 @@ def _optimizer_state(model, optimizers) -> dict:
             for opt in optimizers for group in opt.param_groups for p in group["params"]}
 
 
+def _scaler_state(scaler) -> dict | None:
+    return scaler.state_dict() if scaler is not None and scaler.is_enabled() else None
+
+
 def _seal(folder: Path, facts: dict):
     """fsync the folder's files and write the state.json that vouches for them."""
     files = {}
     for path in sorted(folder.iterdir()):
         _fsync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    facts = json.loads(json.dumps({**facts, "files": files}, default=_plain_value))
+    facts = {**facts, "files": files}
     (folder / STATE).write_text(json.dumps({**facts, "checksum": _checksum(facts)}, indent=1) + "\n", encoding="utf-8")
     _fsync(folder / STATE)
     _fsync(folder)
@@ -341,7 +423,13 @@ def _verify(folder: Path, state: dict, name: str) -> Path:
 
 def _copy_weights(model, folder: Path, state: dict):
     from safetensors import safe_open
-    path, own = _verify(folder, state, WEIGHTS), model.state_dict()  # which shares the parameters' memory
+    own = model.state_dict()  # which shares the parameters' memory
+    if "sharded" in state:
+        shards = Shards(folder, state)
+        shapes = {key: shape for key, shape in shards.shapes.items() if not key.startswith(OF_OPTIM)}
+        _refuse(folder, own, {key: key for key in shapes}, shapes)
+        return shards.read(own)
+    path = _verify(folder, state, WEIGHTS)
     with safe_open(path, framework="pt", device="cpu") as file:
         key_of, problems = {}, []  # our name -> the file's
         for key in file.keys():  # noqa: SIM118 (it is not a dict)
@@ -354,25 +442,56 @@ def _copy_weights(model, folder: Path, state: dict):
             table = key_of.setdefault("embed.weight", head)
             if table != head and not torch.equal(file.get_tensor(table), file.get_tensor(head)):
                 problems.append(f"{table} and {head} differ, but the model ties them (tie_embeddings=True)")
-        problems += [f"missing: {name}" + (" (the file's tables are tied, the model's are not)"
-                                           if name == "head.weight" else "") for name in own if name not in key_of]
-        problems += [f"unexpected: {key}" for name, key in key_of.items() if name not in own]
-        for name in own.keys() & key_of.keys():
-            shape = tuple(file.get_slice(key_of[name]).get_shape())
-            if shape != tuple(own[name].shape):
-                problems.append(f"{name} is {shape}, the model's {tuple(own[name].shape)}")
-        if problems:
-            raise ValueError(f"{path} does not fit the model.\n  " + "\n  ".join(sorted(problems)))
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(file.get_tensor(key_of[name]))
+        _refuse(path, own, key_of, {key: tuple(file.get_slice(key).get_shape()) for key in key_of.values()}, problems)
+        for name, tensor in own.items():
+            fill(tensor, file.get_tensor(key_of[name]))
+
+
+def _refuse(path: Path, own: dict, key_of: dict, shapes: dict, problems=()):
+    """Raise ValueError with all that keeps the tensors stored under these keys from being the model's own."""
+    problems = [*problems]
+    problems += [f"missing: {name}" + (" (the file's tables are tied, the model's are not)"
+                                       if name == "head.weight" else "") for name in own if name not in key_of]
+    problems += [f"unexpected: {key}" for name, key in key_of.items() if name not in own]
+    problems += [f"{name} is {shapes[key_of[name]]}, the model's {tuple(own[name].shape)}"
+                 for name in own.keys() & key_of.keys() if shapes[key_of[name]] != tuple(own[name].shape)]
+    if problems:
+        raise ValueError(f"{path} does not fit the model.\n  " + "\n  ".join(sorted(problems)))
+
+
+class Shards:
+    """The tensors of a sharded checkpoint: `shapes` by name, and `read` into tensors that may be sharded otherwise."""
+
+    def __init__(self, folder: Path, state: dict):
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for name in sorted(state["files"])[rank::size]:  # one who finds damage ends the job for all
+            _verify(folder, state, name)
+        self.reader = HuggingFaceStorageReader(str(folder))
+        self.shapes = {key: tuple(entry.size) for key, entry in self.reader.read_metadata().state_dict_metadata.items()}
+
+    def read(self, tensors: dict):
+        """Fill tensors, by name: each process takes what it needs of any rank's file."""
+        import torch.distributed.checkpoint as dcp
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "torch.distributed is disabled": nobody needs to agree on what to read
+            dcp.load(tensors, storage_reader=self.reader, no_dist=True)
 
 
 def _restore(model, optimizers, scaler, folder: Path, state: dict, strict: bool) -> list[str]:
-    path = _verify(folder, state, OPTIM)
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if sharded := state.get("sharded"):
+        path, shards = folder, Shards(folder, state)
+        saved = {"optimizers": {name: {"kind": kind, "state": {}} for name, kind in sharded["kinds"].items()},
+                 "scaler": sharded["scaler"]}
+        for key, shape in shards.shapes.items():
+            if key.startswith(OF_OPTIM):
+                name, _, of_state = key.removeprefix(OF_OPTIM).rpartition("/")
+                saved["optimizers"][name]["state"][of_state] = torch.empty(shape, device="meta")
+    else:
+        path = _verify(folder, state, OPTIM)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
     names = {p: _plain_name(key) for key, p in model.named_parameters()}
-    faults, loads = {}, []
+    faults, loads, wanted = {}, [], {}
     for opt in optimizers:
         whole = opt.state_dict()
         whole["state"] = {}
@@ -385,18 +504,32 @@ def _restore(model, optimizers, scaler, folder: Path, state: dict, strict: bool)
             elif any(torch.is_tensor(v) and v.ndim and v.shape != p.shape for v in entry["state"].values()):
                 faults[names[p]] = "is of another shape"
             elif entry["state"]:
-                whole["state"][position] = entry["state"]
+                whole["state"][position] = values = {key: _like(p, value) for key, value in entry["state"].items()}
+                wanted |= {f"{OF_OPTIM}{names[p]}/{key}": value for key, value in values.items()}
         loads.append((opt, whole))
     unexpected = {name: "has no parameter in the model" for name in saved["optimizers"]}
     if strict and (faults or unexpected):
         raise ValueError(f"{path} does not fit: the state of\n  " + "\n  ".join(
             f"{name} {fault}" for name, fault in {**faults, **unexpected}.items()) +
             "\n  Resume with the settings it was saved with, or take only its weights with --init_from=RUN.")
+    if sharded:
+        shards.read(wanted)
     for opt, whole in loads:
         opt.load_state_dict(whole)  # casts and moves to where each parameter is
     if scaler is not None and scaler.is_enabled() and saved["scaler"]:
         scaler.load_state_dict(saved["scaler"])
     return list(faults)
+
+
+@torch.no_grad()
+def _like(p, value):
+    """A parameter's optimizer state as the parameter lies: sharded like it; memory for what is only announced."""
+    if not torch.is_tensor(value) or value.ndim == 0 or not is_sharded(p):
+        return torch.empty_like(value, device="cpu") if torch.is_tensor(value) and value.is_meta else value
+    mine = torch.empty_like(p, dtype=value.dtype)
+    if not value.is_meta:
+        fill(mine, value)
+    return mine
 
 
 def _unwrap(model):

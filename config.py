@@ -310,6 +310,8 @@ class TrainConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N, mps
     dtype: typing.Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    dp: typing.Literal["ddp", "fsdp"] = "ddp"  # several processes: a whole model in each, or a part of it
+    remat: typing.Literal["none", "block", "selective"] = "none"  # keep less of a block, compute it again in backward
     compile: bool = True  # torch.compile the block, once for all layers
     peak_tflops: float | None = None  # of one device, for the mfu column where the device's name is not known
     max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped

@@ -473,11 +473,15 @@ class GPT(nn.Module):
         """Tables and linears N(0, 0.02²); wo and w_down N(0, 0.02²/2L), so that 2L residual additions of unit branches
         keep the stream's variance; gains 1, biases 0."""
         for name, p in self.named_parameters():
-            if p.ndim == 2:
-                residual = name.endswith(("wo.weight", "w_down.weight"))
-                nn.init.normal_(p, std=INIT_STD / math.sqrt(2 * self.cfg.n_layers) if residual else INIT_STD)
-            else:
-                nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
+            self.init_weight(name, p)
+
+    def init_weight(self, name: str, p):
+        """One parameter's initial values, written to p; of a sharded model they are drawn whole and then divided."""
+        if p.ndim == 2:
+            residual = name.endswith(("wo.weight", "w_down.weight"))
+            nn.init.normal_(p, std=INIT_STD / math.sqrt(2 * self.cfg.n_layers) if residual else INIT_STD)
+        else:
+            nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
 
     @property
     def head_weight(self):

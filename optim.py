@@ -10,6 +10,11 @@ computes the same and is the reference in the tests.  Ours exists because that o
 one shape are stacked and go through Newton-Schulz as batched matmuls, in bf16 where the hardware multiplies it and
 fp32 elsewhere, in buffers that are kept (on a CPU, fresh pages cost as much as the arithmetic).
 
+*Sharded matrices* (FSDP2's and tensor parallelism's DTensors) cannot be orthogonalized piece by piece.  Momentum stays
+where its rows are; then each matrix is put together on one rank, which runs Newton-Schulz on it, and goes back: two
+all-to-alls in which every number travels once each way, and no two ranks do the same work.  (Gathering every matrix
+everywhere, the simpler way, sends world_size times as much and repeats the arithmetic on each rank.)
+
 *Who gets what.*  The 2-D weights inside `blocks` go to Muon.  The embedding, learned positions and an untied head are
 tables of rows, not maps between spaces: AdamW, as for the gains and biases.  Weight decay goes to everything with two
 dimensions, never to gains and biases.  With optimizer="adamw" AdamW has it all.
@@ -63,7 +68,7 @@ class Muon(Optimizer):
                 if p.ndim != 2:
                     raise ValueError(f"Muon is for matrices; a parameter of shape {tuple(p.shape)} belongs in AdamW.")
         self.ns_dtype = ns_dtype
-        self._buffers = {}
+        self._buffers, self._parts = {}, {}
 
     @torch.no_grad()
     def step(self):
@@ -73,25 +78,58 @@ class Muon(Optimizer):
                 if p.grad is not None:
                     if "momentum_buffer" not in self.state[p]:
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                    stacks.setdefault((p.shape, p.dtype, p.device), []).append(p)
-            for (shape, _, device), params in stacks.items():
+                    sharding = (p.device_mesh, p.placements) if hasattr(p, "device_mesh") else None
+                    stacks.setdefault((p.shape, p.dtype, p.device, sharding), []).append(p)
+            for (shape, _, device, sharding), params in stacks.items():
                 elements = STACK_ELEMENTS.get(device.type, STACK_ELEMENTS["other"])
-                size = max(elements // shape.numel(), 1)
+                size = max(elements // shape.numel(), 1) * (sharding[0].size() if sharding else 1)
                 for i in range(0, len(params), size):
-                    self._update(params[i:i + size], group)
+                    self._update(params[i:i + size], group, sharding)
 
-    def _update(self, params: list[torch.Tensor], group: dict):
-        """One step of n matrices of one shape (m, k)."""
-        n, (m, k), first = len(params), params[0].shape, params[0]
+    def _update(self, params: list[torch.Tensor], group: dict, sharding: tuple | None):
+        """One step of n matrices of one shape (m, k); what is here of a sharded one has fewer rows or columns."""
+        m, k = params[0].shape
         momenta, grads = [self.state[p]["momentum_buffer"] for p in params], [p.grad for p in params]
+        if sharding:
+            params, momenta, grads = ([t.to_local() for t in some] for some in (params, momenta, grads))
+        first = params[0]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        update = torch.stack(grads, out=self._buffer("update", (n, m, k), first.dtype, first.device))  # (n, m, k)
+        update = torch.stack(grads, out=self._buffer("update", (len(params), *first.shape), first.dtype, first.device))
         each = list(update.unbind())
         torch._foreach_lerp_(each, momenta, group["momentum"])  # Nesterov: look ahead by one more gradient
         dtype = self.ns_dtype or fastest_matmul_dtype(first.device)
-        update.copy_(self._orthogonalize(update, dtype))
+        if sharding:
+            self._orthogonalize_sharded(update, (m, k), dtype, *sharding)
+        else:
+            update.copy_(self._orthogonalize(update, dtype))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, each, alpha=-group["lr"] * 0.2 * math.sqrt(max(m, k)))
+
+    def _orthogonalize_sharded(self, update, shape: tuple[int, int], dtype, mesh, placements):
+        """The same for the parts update (n, rows, columns) of n matrices of this shape, in place: put together, matrix
+        i on rank i % size, and taken apart again."""
+        import torch.distributed as dist
+        key = (shape, mesh, placements)
+        if key not in self._parts:
+            self._parts[key] = parts_of(shape, mesh, placements)
+        group, parts = self._parts[key]
+        size, rank = len(parts), dist.get_rank(group)
+        owned = [len(range(owner, len(update), size)) for owner in range(size)]  # matrices per rank
+        n, part = owned[rank], update[0].numel()
+        order = [i for owner in range(size) for i in range(owner, len(update), size)]  # by owner
+        mine = [n * len(rows) * len(columns) for rows, columns in parts]  # numbers of my matrices on each rank
+        theirs = [count * part for count in owned]
+        received = update.new_empty(sum(mine))
+        dist.all_to_all_single(received, update[order].flatten(), mine, theirs, group=group)
+        full = update.new_empty(n, *shape)
+        for (rows, columns), piece in zip(parts, received.split(mine), strict=True):
+            full[:, rows[:, None], columns] = piece.view(n, len(rows), len(columns))
+        if n:
+            full = self._orthogonalize(full, dtype)
+        pieces = torch.cat([full[:, rows[:, None], columns].flatten() for rows, columns in parts]).to(dtype)
+        returned = pieces.new_empty(sum(theirs))
+        dist.all_to_all_single(returned, pieces, theirs, mine, group=group)
+        update[order] = returned.view(update.shape).to(update.dtype)
 
     def _orthogonalize(self, update, dtype):
         """Newton-Schulz of each matrix.  update (n, m, k) -> (n, m, k) in dtype, in a buffer that is reused."""
@@ -122,6 +160,22 @@ class Muon(Optimizer):
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
         return self._buffers[key][:numel].view(shape)
+
+
+def parts_of(shape: tuple[int, int], mesh, placements):
+    """(process group, [(rows, columns) of a matrix of this shape that lie on each of its ranks]) of a sharding."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    assert mesh.size() == dist.get_world_size(group)  # a mesh of two dimensions is all of it
+    mine = []
+    for dim in (0, 1):  # each dimension by itself, by the code that shards the tensors: no rule is written twice
+        cut = [Replicate() if not (p.is_shard(dim) or getattr(p, "dim", None) == dim) else p for p in placements]
+        cut = [Shard(0) if type(p) is Shard else p for p in cut]
+        mine.append(distribute_tensor(torch.arange(shape[dim]), mesh, cut, src_data_rank=None).to_local())
+    parts = [None] * mesh.size()
+    dist.all_gather_object(parts, [indices.cpu() for indices in mine], group=group)
+    return group, [tuple(indices.to(mine[0].device) for indices in part) for part in parts]
 
 
 def fastest_matmul_dtype(device: torch.device) -> torch.dtype:

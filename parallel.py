@@ -1,11 +1,28 @@
-"""Several processes: who am I, and what do the others say.  `torchrun` starts them; without it there is one.
+"""Several processes: who am I, what do the others say, and which part of the model is mine.
 
-They form a mesh of two dimensions: `tp` neighbours share one copy of the model and read the same batches, and dp_size
-such copies divide the batch.  Gradients are averaged by DistributedDataParallel.  Everything that decides something
-(stop, skip a step, best so far) is decided on values reduced over all ranks, so that no rank goes where another does
-not.
+`torchrun` starts the processes; without it there is one.  They form a mesh of two dimensions: `tp` neighbours share
+one copy of the model and read the same batches, and dp_size such copies divide the batch.  `parallelize` turns a built
+model into this process's part of it by one call, in the only order that works: tensor parallelism changes what a
+projection holds, recomputation wraps a block, the compiler sees both, data parallelism goes around it all.
+
+*ddp*: every process holds the model, gradients are averaged after the last micro batch's backward
+(DistributedDataParallel).
+
+*fsdp*: weights, gradients and optimizer state are divided over the dp ranks (FSDP2's `fully_shard`), and a block's
+weights are gathered when it runs, so that 1/dp_size of the state and one block are in memory.  Each block is a group;
+the table, learned positions, final norm and an untied head are the root group, gathered once per step: a tied table is
+one parameter used at both ends, and a group of its own would be freed between them.  Built on the meta device, no
+process ever holds the whole model; initial weights are drawn parameter by parameter as one process draws them, and each
+keeps its rows.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays fp32, as
+autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains and
+biases, which are rounded too (at 1 and 0, where they start, to themselves).
+
+Everything that decides something (stop, skip a step, best so far) is decided on values reduced over all ranks, so that
+no rank goes where another does not.  Tested with gloo on CPU; with nccl none of this has run.
 """
 
+import copy
+import functools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+
+from model import GPT, compile_or_not
 
 
 @dataclass
@@ -93,9 +112,126 @@ def disconnect(ranks: Ranks):
         dist.destroy_process_group()
 
 
-def parallelize(model, ranks: Ranks, device: torch.device):
-    """The model as one of world_size replicas; the model itself where there is one process."""
-    if ranks.world_size == 1:
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", dtype: torch.dtype = torch.float32,
+                remat: str = "none", compile: bool = False):
+    """This process's part of a built model, to be called like it; `model` itself is changed in place.
+
+    dtype: of the matmuls, as autocast will have it.  A model on the meta device gets memory on `device` and the initial
+    weights that a whole one would have drawn from the same random state; another one is moved there.
+    """
+    sharded = dp == "fsdp" and ranks.dp_size > 1
+    if next(model.parameters()).is_meta:
+        draw_defaults(model)
+    else:
+        model.to(device)
+    if remat != "none":
+        for block in model.blocks:
+            block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
+    if compile:
+        for block in model.blocks:
+            block.forward = compile_or_not(block.forward)  # one code object: compiled once, used by every layer
+    if sharded:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        low = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32,
+                                   cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mesh=ranks.mesh["dp"], mp_policy=low)
+        fully_shard(model, mesh=ranks.mesh["dp"], mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    if next(model.parameters()).is_meta:
+        model.to_empty(device=device)
+        for name, p in model.named_parameters():
+            full = torch.empty(p.shape, dtype=p.dtype)
+            model.init_weight(name, full)
+            fill(p, full)
+    if sharded or ranks.dp_size == 1:
         return model
     return torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+
+def sync_gradients(replica, now: bool):
+    """Whether the next backward exchanges gradients; said before the forward, where DDP looks.  False: they add up."""
+    if hasattr(replica, "set_requires_gradient_sync"):  # FSDP's
+        replica.set_requires_gradient_sync(now)
+    elif isinstance(replica, torch.nn.parallel.DistributedDataParallel):
+        replica.require_backward_grad_sync = now
+
+
+@torch.no_grad()
+def whole(model, compile: bool = False):
+    """A sharded model put together on every rank, fp32, to evaluate and sample from; an unsharded one itself.
+
+    Called by all ranks together; what comes back any of them may run without the others (an uneven share of the
+    held-out windows, a sample on one).  FSDP's own forward would have them wait for each other, and counts on a
+    backward.
+    """
+    if not any(is_sharded(p) for p in model.parameters()):
+        return model
+    with torch.device("meta"):
+        put_together = GPT(model.cfg)
+    put_together.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()}, assign=True)
+    for block in put_together.blocks if compile else ():
+        block.forward = compile_or_not(block.forward)
+    return put_together
+
+
+def total_norm(grads) -> torch.Tensor:
+    """The 2-norm of all gradients, whole or sharded; the same on every rank."""
+    groups = {}  # tensors of one layout: one reduction
+    for grad in grads:
+        layout = (grad.device_mesh, grad.placements) if is_sharded(grad) else None
+        groups.setdefault(layout, []).append(grad)
+    norms = [torch.nn.utils.get_total_norm(group) for group in groups.values()]
+    norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def is_sharded(tensor) -> bool:
+    """A DTensor: this process has a part of it."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor):
+    """The part of a sharded tensor that is here, in the same memory; another tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def fill(tensor, full):
+    """Copy a whole tensor into one that may be sharded: each process takes its part, nothing is sent."""
+    if is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor
+        full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(full)
+
+
+def draw_defaults(model):
+    """Draw what PyTorch's constructors draw, and init_weights then overwrites, for a model without memory: so that the
+    random numbers behind them are those of a model built in the ordinary way."""
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            copy.deepcopy(module).to_empty(device="cpu").reset_parameters()
+
+
+def recomputed(forward, remat: str, random: bool):
+    """A block's forward that keeps less from forward to backward, and computes the rest again there.
+
+    "block" keeps the input alone, and costs one more forward; "selective" also what matmuls and attention return, and
+    costs the cheap operations between them.  random: dropout, which must draw the same again.
+    """
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    options = {}
+    if remat == "selective":
+        aten = torch.ops.aten
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, [
+            aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default])
+
+    def call(*args):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **options)
+    return call

@@ -34,9 +34,9 @@ from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from data import Batches, TokenData, iterate_windows
 from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
 from metrics import RunLog, evaluate
-from model import GPT, ModelConfig, compile_or_not, flops_per_token, generate, num_params
+from model import GPT, ModelConfig, flops_per_token, generate, num_params
 from optim import lr_scale, make_optimizers
-from parallel import connect, disconnect, parallelize, read_ranks
+from parallel import connect, disconnect, fill, local, parallelize, read_ranks, sync_gradients, total_norm, whole
 from tokenizer import Tokenizer
 
 
@@ -156,17 +156,17 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if state["step"] >= cfg.max_steps:
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
-    model = GPT(model_cfg).to(device)
-    if theirs is not None:
-        model.load_state_dict(theirs.state_dict())
+    sharded = cfg.dp == "fsdp" and ranks.dp_size > 1
+    with torch.device("meta" if sharded else "cpu"):  # meta: no process ever holds the whole
+        model = GPT(model_cfg)
+
+    # 5. parallelize, compile ----------------------------------------------------------------------------------------
+    replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile)
+    if theirs is not None:  # `model` is the bare module or its shards: evaluation, samples, checkpoints
+        for name, tensor in theirs.state_dict().items():
+            fill(model.get_parameter(name), tensor)
     elif source is not None:
         checkpoint.load_weights(model, source)
-
-    # 5. compile, parallelize ----------------------------------------------------------------------------------------
-    if cfg.compile:
-        for block in model.blocks:
-            block.forward = compile_or_not(block.forward)  # one code object: compiled once, used by every layer
-    replica = parallelize(model, ranks, device)  # `model` stays the bare module: evaluation, samples, checkpoints
 
     # 6. optimizer ---------------------------------------------------------------------------------------------------
     optimizers = make_optimizers(model, optimizer=cfg.optimizer, muon_lr=cfg.muon_lr, adamw_lr=cfg.adamw_lr,
@@ -204,20 +204,31 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     at_exit.callback(batches.close)
     first_step, saved_step = state["step"], state["step"] if resuming else None
 
-    def save(name: str, final: bool = False):
-        """Rank 0 writes a checkpoint.  What does not fit on the disk now may fit the next time; the last one must."""
-        nonlocal saved_step
+    saves = checkpoint.ShardedSaves() if sharded else None
+
+    def attempt(saving, final: bool = False) -> bool:
+        """What does not fit on the disk now may fit the next time; the last checkpoint must."""
         try:
-            if main:
-                checkpoint.save(out_dir, name, model=model, optimizers=optimizers, scaler=scaler, tokenizer=tokenizer,
-                                model_cfg=model_cfg, train_cfg=cfg, keep=cfg.keep,
-                                state=dict(progress=state, data=train_data.data_fingerprint))
-            if name == "ckpt_last":
-                saved_step = state["step"]
+            saving()
         except OSError as error:
             if final:
                 raise RunFailed(error) from error
             say(f"{error}\n  Training goes on and tries again the next time.")
+            return False
+        return True
+
+    def save(name: str, final: bool = False):
+        """A checkpoint, written by rank 0, or by all ranks where each has a part."""
+        nonlocal saved_step
+        what = dict(model=model, optimizers=optimizers, scaler=scaler, tokenizer=tokenizer, model_cfg=model_cfg,
+                    train_cfg=cfg, keep=cfg.keep, state=dict(progress=state, data=train_data.data_fingerprint))
+        if sharded:
+            attempt(saves.finish)
+            done = attempt(lambda: saves.save(out_dir, name, **what), final)
+        else:
+            done = attempt(lambda: main and checkpoint.save(out_dir, name, **what), final)
+        if done and name == "ckpt_last":
+            saved_step = state["step"]
 
     def seen():
         return dict(tokens=state["tokens"], flops=state["tokens"] * flops)
@@ -225,8 +236,18 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     def held_out():
         windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=max(cfg.eval_tokens // cfg.seq_len, 1),
                                   rank=ranks.dp_rank, world_size=ranks.dp_size)
-        return evaluate(model, stop.cut_short(windows), token_bytes, device=device, dtype=dtype, ranks=ranks,
-                        rows=cfg.micro_batch_size, boundary_id=tokenizer.boundary_id if cfg.doc_mask else None)
+        return evaluate(whole(model, cfg.compile), stop.cut_short(windows), token_bytes, device=device, dtype=dtype,
+                        ranks=ranks, rows=cfg.micro_batch_size,
+                        boundary_id=tokenizer.boundary_id if cfg.doc_mask else None)
+
+    def show_sample(model):
+        with log.forgive("a sample"), autocast(device, dtype):
+            ids = generate(model, [[tokenizer.boundary_id]], max_new_tokens=min(128, model_cfg.max_seq_len),
+                           temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
+            text = tokenizer.decode(ids)
+            log.write(step=state["step"], sample=text)
+            text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # it may be anything
+            say(f"--- sample at step {state['step']}\n{text}\n---")
 
     bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
                disable=None if main else True)  # None: only on a terminal
@@ -249,17 +270,15 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                 if held["loss"] < (math.inf if state["best_val"] is None else state["best_val"]):  # false for NaN
                     state["best_val"] = held["loss"]
                     save("ckpt_best")
-        if main and not leaving and cfg.sample_interval and (last or due(step, cfg.sample_interval)):
-            with log.forgive("a sample"), autocast(device, dtype):
-                ids = generate(model, [[tokenizer.boundary_id]], max_new_tokens=min(128, model_cfg.max_seq_len),
-                               temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
-                text = tokenizer.decode(ids)
-                log.write(step=step, sample=text)
-                text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # it may be anything
-                say(f"--- sample at step {step}\n{text}\n---")
+        if not leaving and cfg.sample_interval and (last or due(step, cfg.sample_interval)):
+            complete = whole(model)
+            if main:
+                show_sample(complete)
+        if leaving and step != saved_step:  # asked to stop during the evaluation
+            save("ckpt_last", final=True)
+        if sharded and (last or leaving):
+            attempt(saves.finish, final=True)
         if leaving:
-            if step != saved_step:  # asked to stop during the evaluation
-                save("ckpt_last", final=True)
             say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}")
         elif last:
             say(f"saved in {out_dir}: python sample.py {shlex.quote(str(out_dir))}")
@@ -278,11 +297,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             wait += time.perf_counter() - fetching
             if model_cfg.dropout:  # randomness as a function of the position, so that a resumed run draws the same
                 torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.dp_rank)) % 2**63)
-            if ranks.world_size > 1:  # set before the forward, where DDP reads it: gradients travel once a step
-                replica.require_backward_grad_sync = micro_step == micro_steps - 1
+            sync_gradients(replica, micro_step == micro_steps - 1)  # gradients travel once a step
             with autocast(device, dtype):
                 nats = replica(x, y, docs=docs if cfg.doc_mask else None, z_loss=cfg.z_loss, reduction="sum")
-            # divided by what the step holds, not per micro-batch: each token weighs the same; DDP averages over ranks
+            # divided by what the step holds, not per micro-batch: each token weighs the same; averaged over ranks
             scaler.scale(nats * (ranks.dp_size / cfg.batch_tokens)).backward()
             totals += torch.stack((nats.detach(), (y != -100).sum()))
         for optimizer in optimizers:
@@ -290,15 +308,15 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         ranks.sum(totals)
         correction = cfg.batch_tokens / totals[1].clamp(min=1)  # 1 unless targets were ignored
         grads = [p.grad for p in params if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) * correction  # before clipping; the same on every rank
+        norm = total_norm(grads) * correction  # before clipping; the same on every rank
         grad_norm = norm.item()
         if math.isfinite(grad_norm):
             clip = (cfg.grad_clip / (norm + 1e-6)).clamp(max=1) if cfg.grad_clip else 1.0
-            torch._foreach_mul_(grads, correction * clip)
+            torch._foreach_mul_([local(grad) for grad in grads], correction * clip)
             for optimizer in optimizers:
                 scaler.step(optimizer)
             state["bad_steps"] = 0
-        else:  # decided by all ranks alike: DDP has spread the inf
+        else:  # decided by all ranks alike: the inf has spread to all
             state["bad_steps"] += 1
             say(f"step {step}: the gradient is not finite; the step is skipped ({state['bad_steps']} in a row)")
         scaler.update()

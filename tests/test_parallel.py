@@ -60,9 +60,9 @@ SPY = """
 import hashlib, optim, sys, torch, train
 from pathlib import Path
 real, models, optim.fastest_matmul_dtype = train.parallelize, [], lambda device: torch.float32
-def parallelize(model, ranks, device):
+def parallelize(model, *args, **kwargs):
     models.append(model)
-    replica = real(model, ranks, device)
+    replica = real(model, *args, **kwargs)
     syncs = []
     forward = replica.forward
     def spied(*args, **kwargs):  # what DDP reads in its forward
@@ -137,13 +137,13 @@ def spoil_a_gradient_on_rank_1():
     """In the process: an inf in rank 1's first micro step of step 2, where no other rank sees it yet."""
     make = train.parallelize
 
-    def parallelize(model, ranks, device):
+    def parallelize(model, ranks, *args, **kwargs):
         def spoil(grad):
             calls.append(grad)
             return grad * float("inf") if ranks.rank == 1 and len(calls) == 5 else grad
         calls = []
         model.norm.weight.register_hook(spoil)
-        return make(model, ranks, device)
+        return make(model, ranks, *args, **kwargs)
     train.parallelize = parallelize
 
 
