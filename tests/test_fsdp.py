@@ -114,3 +114,55 @@ def test_bf16_is_autocast(data, single, tmp_path):
     one, two = ([line["loss"] for line in runs.log(run, key="loss")] for run in (single(**changes), out))
     assert two[0] == pytest.approx(one[0], rel=1e-6) and two == pytest.approx(one, rel=2e-3)
     assert {t.dtype for t in weights(out).values()} == {torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recomputation, in this process
+
+
+class Held(torch.utils._python_dispatch.TorchDispatchMode):
+    """How many bytes that operations made inside are still alive, wherever they are kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if torch.is_tensor(t):
+                self.storages[id(t.untyped_storage()._cdata)] = torch.multiprocessing.reductions.StorageWeakRef(
+                    t.untyped_storage()), t.untyped_storage().nbytes()
+        return out
+
+    def bytes(self) -> int:
+        return sum(size for ref, size in self.storages.values() if not ref.expired())
+
+
+def step(tiny, remat, compile=False, **changes):
+    """Loss, bytes held between forward and backward, gradients of one step."""
+    model = tiny(n_layers=4, **changes)
+    ids = torch.randint(0, 300, (4, 33), generator=torch.Generator().manual_seed(1))
+    replica = parallelize(model, Ranks(), CPU, remat=remat, compile=compile)
+    torch.manual_seed(2)
+    held = Held()
+    with held if not compile else torch.enable_grad():
+        loss = replica(ids[:, :-1], ids[:, 1:])
+    size = held.bytes()
+    loss.backward()
+    return loss.item(), size, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("changes", [dict(), dict(dropout=0.2, mlp="gelu", bias=True, norm="layernorm")])
+def test_recomputation_changes_memory_only(tiny, monkeypatch, changes, compile):
+    """The same loss and gradients, dropout too, from less between the passes: selective keeps the matmuls' outputs,
+    block the residual stream only.  Compiled by everything but the code generation, which takes a minute."""
+    monkeypatch.setattr(parallel, "compile_or_not", lambda f: torch.compile(
+        f, backend="aot_eager_decomp_partition", dynamic=False))
+    loss, kept, grads = step(tiny, "none", compile, **changes)
+    for remat, share in (("selective", 0.8), ("block", 0.2)):
+        other, size, others = step(tiny, remat, compile, **changes)
+        assert other == pytest.approx(loss, rel=1e-6) and (compile or size < share * kept)
+        for a, b in zip(grads, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
