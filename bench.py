@@ -1,16 +1,35 @@
 """Ours beside the alternatives, measured in one run on this machine.
 
+    python bench.py step                        one training step: forward, backward, clip, optimizer
+    python bench.py step --micro_batch_size=16 --optimizer=muon --doc_mask      any setting of train.py, as there
+    python bench.py sample                      decoding, prefill, a batch
+    python bench.py prepare                     encoding text, training a tokenizer
     python bench.py head                        the loss head, forward and backward
     python bench.py head --chunks               ours over chunk sizes: where default_chunk's byte budget comes from
-    python bench.py head --json                 one JSON object a line instead of a table for the README
+    python bench.py growth                      time and memory over context, batch, vocabulary and depth
+    python bench.py gpu                         all of it that matters on one card, within eight minutes
+
+Each prints a table for the README, or with --json one object a line.
 
 A time means little without its neighbours: whatever slows the machine today slows every row.  So a table is always
 one sitting, every row runs in a process of its own (no allocator, compiler cache or thread pool warmed by the row
 before), the first call is thrown away (compilation, first touch) and the median of the others counts.  Peak memory is
-what a call needs above its inputs: on CUDA the allocator's own peak; on Linux the kernel's high-water mark of resident
-memory, set back before the call, after freed memory was returned.  Errors are relative to float64, computed once from
-the same inputs.  The floor of `head` is the time of its three matmuls, 6*N*d*V FLOPs, at the rate that one large matmul
-reaches here.
+what a call needs above its inputs, or a training step above the imports: on CUDA the allocator's own peak; on Linux the
+kernel's high-water mark of resident memory, set back before the call, after freed memory was returned.
+
+*The limits.*  Matmuls are held against the rate that one large matmul reaches here: `head` needs 6*N*d*V FLOPs, `step`
+model.flops_per_token (causal) a token.  Decoding one sequence is held against reading every weight once a token, at the
+rate at which one large tensor is summed here.  Errors of `head` are relative to float64 from the same inputs.
+
+*The peers.*  The plain rows state our model and a GPT-2 of the same width and depth in PyTorch's own modules, with full
+logits.  Other people's packages are rows where they are installed, best in an environment of their own, whose python
+then runs this file (torch from the CPU index, or on a GPU the build that fits it; litgpt without its pins, which would
+lower the others; llama.cpp compiles for five minutes):
+
+    python -m venv /tmp/peers
+    /tmp/peers/bin/pip install -r requirements.txt lightning jsonargparse docstring-parser psutil llama-cpp-python
+    /tmp/peers/bin/pip install --no-deps litgpt==0.5.13
+    /tmp/peers/bin/python bench.py step
 """
 
 import argparse
@@ -19,21 +38,42 @@ import ctypes
 import datetime
 import functools
 import gc
-import importlib.util
+import importlib
+import io
 import json
+import math
+import os
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from device import DTYPES, machine, pick_device
-from model import default_chunk, fused_linear_cross_entropy
+import peers
+from config import TrainConfig, load
+from data import Batches, TokenData
+from device import DTYPES, autocast, keep_freed_memory, machine, peak_flops, pick_device, pick_dtype
+from model import (
+    GPT,
+    ModelConfig,
+    compile_or_not,
+    default_chunk,
+    flops_per_token,
+    fused_linear_cross_entropy,
+    generate,
+)
+from optim import make_optimizers
+from shards import write_meta, write_shard
+
+ROOT = Path(__file__).resolve().parent
+MATMUL_SIZE, READ_BYTES = {"cpu": 2048, "cuda": 8192}, 1 << 30  # of what is timed for the ceilings; beyond any cache
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring
@@ -63,41 +103,91 @@ def resident_mib(key: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def peak_mib(call, device) -> float | None:
-    """Memory that one call needs above what is held before it; None where it cannot be measured."""
+def reset_peak(device) -> float | None:
+    """Forget the highest use of memory so far; returns MiB in use now, None where they cannot be measured."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    if sys.platform != "linux":
+        return torch.cuda.memory_allocated(device) / 2**20
+    if sys.platform != "linux" or device.type != "cpu":
         return None
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the warm-up freed is not what the call needs
-    before = resident_mib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # 5: set the high-water mark back to now
+    return resident_mib("VmRSS")
+
+
+def peak_since(before: float | None, device) -> float | None:
+    """MiB of the highest use since reset_peak, above `before`."""
+    if before is None:
+        return None
+    highest = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else resident_mib("VmHWM")
+    return round(highest - before, 1)
+
+
+def peak_mib(call, device) -> float | None:
+    """Memory that one call needs above what is held before it; None where it cannot be measured."""
+    before = reset_peak(device)
     call()
-    return resident_mib("VmHWM") - before
+    return peak_since(before, device)
 
 
 def matmul_rate(device, dtype) -> float:
     """FLOP/s of one large square matmul, the machine's practical ceiling."""
-    size = 8192 if device.type == "cuda" else 2048
+    size = MATMUL_SIZE.get(device.type, 2048)
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     out = torch.empty_like(a)
     return 2 * size**3 / statistics.median(seconds(lambda: torch.mm(a, b, out=out), device, 5))
 
 
+def read_rate(device) -> float:
+    """Bytes/s at which one large tensor is summed: as fast as weights can be read."""
+    x = torch.ones(READ_BYTES // 4, device=device)
+    return x.nbytes / statistics.median(seconds(x.sum, device, 5))
+
+
+def copy_rate(device) -> float:
+    """Bytes/s, read and written, of copying one large tensor."""
+    a, b = torch.ones(2, READ_BYTES // 8, device=device)
+    return 2 * a.nbytes / statistics.median(seconds(lambda: a.copy_(b), device, 5))
+
+
+def run_row(command: list[str], row: str, timeout: float | None = None) -> dict:
+    """What `bench.py COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails."""
+    try:
+        done = subprocess.run([sys.executable, __file__, *command, "--row", row], capture_output=True, text=True,
+                              timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return dict(row=row, failed=f"not ready after {timeout:.0f} s")
+    if done.returncode:
+        return dict(row=row, failed=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    for line in done.stderr.splitlines():
+        if "compiled" in line and "Warning" in line:  # a row that says compiled and is not
+            print(f"bench.py: row {row!r}: {line}", file=sys.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def in_fresh_processes(command: list[str], rows: list[str]):
-    """Run `bench.py COMMAND --row NAME` for each row; yields the objects they print.  A row that fails is reported."""
+    """The objects that rows print.  A row that fails is reported and left out."""
     for row in rows:
-        done = subprocess.run([sys.executable, __file__, *command, "--row", row], capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            print(f"bench.py: row {row!r} failed: {reason}", file=sys.stderr)
+        result = run_row(command, row)
+        if "failed" in result:
+            print(f"bench.py: row {row!r} failed: {result['failed']}", file=sys.stderr)
         else:
-            yield json.loads(done.stdout.splitlines()[-1])
+            yield result
+
+
+def choose(args, rows: list[str]) -> list[str]:
+    """Those of the rows that were asked for."""
+    chosen = args.rows.split(",") if args.rows else rows
+    for row in chosen:
+        if row not in rows:
+            raise ValueError(f"there is no row {row!r} here. Choose from: {', '.join(rows)}.")
+    return chosen
+
+
+def share(part: float | None, whole: float | None) -> str | None:
+    return None if part is None or not whole else f"{part / whole:.1%}" if part < whole / 10 else f"{part / whole:.0%}"
 
 
 def print_json(bench: str, device, **row):
@@ -170,7 +260,7 @@ def head_rows(device) -> dict:
             rows[f"F.linear_cross_entropy {policy}"] = functools.partial(torch_chunked, policy=policy)
     for name, package, call in (("Liger-Kernel", "liger_kernel", liger),
                                 ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy)):
-        if device.type == "cuda" and importlib.util.find_spec(package):
+        if device.type == "cuda" and peers.installed(package):
             rows[name] = call
     return rows | {"ours": fused_linear_cross_entropy}
 
@@ -218,9 +308,9 @@ def head_row(args, device):
     hidden.grad = weight.grad = None
     peak = peak_mib(step, device)
     row = dict(row=args.row, seconds=statistics.median(times), seconds_min=min(times), seconds_max=max(times),
-               peak_mib=None if peak is None else round(peak, 1))
-    if args.truth:
-        loss, dh, dw = torch.load(args.truth, mmap=True)
+               peak_mib=peak)
+    if args.folder:
+        loss, dh, dw = torch.load(Path(args.folder) / "truth.pt", mmap=True)
         row["loss_error"] = (abs(step().detach().cpu() - loss) / loss).item()
         row["grad_error"] = max(((got.grad.cpu().double() - want).norm() / want.norm()).item()
                                 for got, want in ((hidden, dh), (weight, dw)))
@@ -238,17 +328,13 @@ def head(args):
         rows = [f"ours chunk {chunk}" for chunk in sorted({min(2**k, N) for k in range(7, 14)} | {default})]
         what += f"; {default} is the default chunk"
     else:
-        rows = args.rows.split(",") if args.rows else list(head_rows(device))
-        for row in rows:
-            if row not in head_rows(device):
-                raise ValueError(f"there is no row {row!r} here. Choose from: {', '.join(head_rows(device))}.")
+        rows = choose(args, list(head_rows(device)))
     command = ["head", f"--device={device}", f"--n_tokens={N}", f"--d_model={d}", f"--vocab={V}",
                f"--dtype={args.dtype}", f"--repeats={args.repeats}"]
     with tempfile.TemporaryDirectory() as folder:
         if not args.chunks:
-            truth = Path(folder) / "truth.pt"
-            torch.save(head_truth(*head_inputs(args, torch.device("cpu"))), truth)
-            command.append(f"--truth={truth}")
+            torch.save(head_truth(*head_inputs(args, torch.device("cpu"))), Path(folder) / "truth.pt")
+            command.append(f"--folder={folder}")
         floor = 6 * N * d * V / matmul_rate(device, dtype)
         results = []
         for result in in_fresh_processes(command, rows):
@@ -266,28 +352,474 @@ def head(args):
         sys.exit(1)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# step: (x, y) to updated weights, in the settings of train.py
+
+STEP = ["--seq_len=1024", "--micro_batch_size=2", "--optimizer=adamw", "--doc_mask=false", "--dtype=bfloat16"]
+
+
+def settings(args, *defaults: str) -> tuple[ModelConfig, TrainConfig]:
+    """Both dataclasses from this bench's defaults and what the command line changes."""
+    model_cfg, cfg = load((ModelConfig, TrainConfig), [*STEP, *defaults, *args.settings])
+    return replace(model_cfg, max_seq_len=max(model_cfg.max_seq_len, cfg.seq_len)), cfg
+
+
+def step_rows(cfg: TrainConfig) -> list[str]:
+    """Ours and the peers, each as written and compiled whole.  Only the plain model also knows document masks."""
+    those = ["plain"] if cfg.doc_mask else ["plain", "GPT-2", *peers.installed("transformers", "litgpt")]
+    return ["ours"] + [f"{peer} {how}" for peer in those for how in ("eager", "compiled")]
+
+
+def step_model(row: str, model_cfg: ModelConfig, cfg: TrainConfig, device):
+    """(model, loss_of(x, y, docs), FLOPs a token).  Ours is train.py's steps 4 and 5; the loss is a mean everywhere."""
+    if row == "ours":
+        model = GPT(model_cfg).to(device)
+        if cfg.compile:
+            for block in model.blocks:
+                block.forward = compile_or_not(block.forward)
+
+        def loss_of(x, y, docs):
+            return model(x, y, docs=docs, z_loss=cfg.z_loss, reduction="sum") / y.numel()
+    else:
+        peer, how = row.rsplit(" ", 1)
+        model, loss_of, model_cfg = peers.trained(peer, model_cfg, device)
+        loss_of = torch.compile(loss_of) if how == "compiled" else loss_of
+    return model.train(), loss_of, flops_per_token(model_cfg, cfg.seq_len)["causal"]
+
+
+def step_batches(folder, model_cfg: ModelConfig, cfg: TrainConfig, device) -> Batches:
+    """train.py's loader over random tokens, in documents of 500 on average that begin with id 0."""
+    rng, n = np.random.default_rng(0), 64 * cfg.micro_batch_size * cfg.seq_len + 1
+    ids = np.where(rng.random(n) < 1 / 500, 0, rng.integers(1, model_cfg.vocab_size, n)).astype(np.uint32)
+    facts = dict(fingerprint="0" * 64, vocab_size=model_cfg.vocab_size)
+    entry = write_shard(Path(folder) / "train_000000.bin", ids, **facts)
+    write_meta(folder, sources=[], boundary_id=0, splits={"train": [{**entry, "documents": 0, "bytes": 0}]}, **facts)
+    return Batches(TokenData(folder, "train", seq_len=cfg.seq_len), seed=cfg.seed, device=device,
+                   micro_batch_size=cfg.micro_batch_size, batch_seqs=cfg.micro_batch_size)
+
+
+def step_row(args, device):
+    """One row, in this process: train.py's step 8 with one micro batch."""
+    model_cfg, cfg = settings(args)
+    dtype, ours, clock = pick_dtype(cfg.dtype, device), args.row == "ours", time.perf_counter
+    import torch._inductor.compile_fx  # noqa: F401 (the compiler's own memory is no row's)
+    if (package := args.row.split(" ")[0]) in ("transformers", "litgpt"):
+        importlib.import_module(package)
+    if ours and device.type == "cpu":
+        keep_freed_memory()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    torch.compiler.set_stance("force_eager" if ours and not cfg.compile else "default")
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    torch.manual_seed(cfg.seed)
+    imported = reset_peak(device)
+    model, loss_of, flops = step_model(args.row, model_cfg, cfg, device)
+    optimizers = make_optimizers(model, optimizer=cfg.optimizer if ours else "adamw", muon_lr=cfg.muon_lr,
+                                 adamw_lr=cfg.adamw_lr, weight_decay=cfg.weight_decay, betas=(cfg.beta1, cfg.beta2))
+    params = [p for p in model.parameters() if p.requires_grad]
+
+    def step(batches):
+        """Seconds in all, without data, in the optimizer; the loss."""
+        synchronize(device)
+        start = clock()
+        x, y, docs = next(batches)
+        fetched = clock()
+        with autocast(device, dtype):
+            loss = loss_of(x, y, docs if cfg.doc_mask else None)
+        loss.backward()
+        synchronize(device)
+        differentiated = clock()
+        grads = [p.grad for p in params if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if math.isfinite(norm.item()):
+            torch._foreach_mul_(grads, (cfg.grad_clip / (norm + 1e-6)).clamp(max=1) if cfg.grad_clip else 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        end = clock()
+        return end - start, fetched - start, end - differentiated, loss.item()
+
+    with tempfile.TemporaryDirectory() as folder:
+        batches = step_batches(folder, model_cfg, cfg, device)
+        first, _, _, loss = step(batches)
+        reset_peak(device)
+        step(batches)
+        times = [step(batches) for _ in range(args.repeats)]
+        batches.close()
+    total, wait, optimizer = (statistics.median(column) for column in list(zip(*times, strict=True))[:3])
+    moments = sum(t.nbytes for o in optimizers for state in o.state.values() for t in state.values()
+                  if torch.is_tensor(t))
+    tokens = cfg.micro_batch_size * cfg.seq_len
+    print(json.dumps(dict(
+        row=args.row, tok_per_s=tokens / total, seconds=total, seconds_min=min(times)[0], seconds_max=max(times)[0],
+        first_seconds=first, optimizer_seconds=optimizer, data_wait=wait / total, peak_mib=peak_since(imported, device),
+        state_mib=round((2 * sum(p.nbytes for p in params) + moments) / 2**20, 1), loss=loss, flops_per_token=flops)))
+
+
+def step(args):
+    device = pick_device(args.device)
+    if args.row:
+        return step_row(args, device)
+    model_cfg, cfg = settings(args)
+    rows, dtype = choose(args, step_rows(cfg)), pick_dtype(cfg.dtype, device)
+    rate, peak = matmul_rate(device, dtype), peak_flops(device, dtype)
+    results = []
+    for x in in_fresh_processes(["step", f"--repeats={args.repeats}", f"--device={device}", *args.settings], rows):
+        long = x["optimizer_seconds"] + 16 / cfg.micro_batch_size * (x["seconds"] - x["optimizer_seconds"])
+        x |= dict(of_floor=x["tok_per_s"] * x["flops_per_token"] / rate,
+                  mfu=x["tok_per_s"] * x["flops_per_token"] / peak if peak else None,
+                  optimizer_of_16=x["optimizer_seconds"] / long)
+        results.append(x)
+        if args.json:
+            print_json("step", device, **x, gemm_flops=rate, seq_len=cfg.seq_len, repeats=args.repeats,
+                       micro_batch_size=cfg.micro_batch_size, optimizer=cfg.optimizer, doc_mask=cfg.doc_mask,
+                       dtype=str(dtype).removeprefix("torch."))
+    if not args.json and results:
+        best = max((x["tok_per_s"] for x in results if x["row"].endswith("compiled")), default=None)
+        body = [[x["row"], x["tok_per_s"], x["tok_per_s"] / best if best else None, share(x["of_floor"], 1),
+                 share(x["mfu"], 1), x["peak_mib"], x["state_mib"], x["first_seconds"],
+                 share(x["optimizer_seconds"], x["seconds"]), share(x["optimizer_of_16"], 1), share(x["data_wait"], 1)]
+                for x in results]
+        floor = rate / flops_per_token(model_cfg, cfg.seq_len)["causal"]
+        body.append(["floor: the matmuls", floor, floor / best if best else None, *[None] * 8])
+        print_table(f"Training step, {cfg.micro_batch_size} x {cfg.seq_len} tokens, {cfg.optimizer} (peers: adamw), "
+                    f"{str(dtype).removeprefix('torch.')}, document masks {'on' if cfg.doc_mask else 'off'}, matmuls "
+                    f"{rate / 1e9:,.0f} GFLOP/s, median of {args.repeats}", device,
+                    ["", "tokens/s", "x best compiled peer", "of the floor", "MFU", "peak MiB",
+                     "of it weights, gradients, moments", "first step s", "optimizer share", "with 16 sequences",
+                     "data wait"], body)
+    if len(results) < len(rows):
+        sys.exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sample: greedy decoding of a model with random weights
+
+def sample_rows() -> list[str]:
+    precisions = {"ours": ("bf16", "fp32"), "transformers": ("bf16", "fp32"), "llama_cpp": ("bf16", "f16", "q8_0")}
+    return [f"{who} {how}" for who in ["ours", *peers.installed("transformers", "llama_cpp")]
+            for how in precisions[who]]
+
+
+def our_decoder(precision: str, model_cfg: ModelConfig, device):
+    """(decode(prompts, n_new) -> the first row's ids, bytes of weights read per token), as sample.py loads a model."""
+    model = GPT(model_cfg).to(device, peers.PRECISIONS[precision])
+
+    def decode(prompts, n_new):
+        return generate(model, prompts, max_new_tokens=n_new)[0]
+    return decode, sum(p.nbytes for p in model.parameters())
+
+
+def sample_row(args, device):
+    """One row, in this process."""
+    model_cfg, cfg = settings(args)
+    torch.manual_seed(cfg.seed)
+    long = max(args.prompt_tokens + args.new_tokens, args.prefill_tokens + 1)
+    model_cfg = replace(model_cfg, max_seq_len=max(model_cfg.max_seq_len, long))
+    rng = np.random.default_rng(0)
+
+    def timed(rows, n_prompt, n_new):
+        prompts = rng.integers(0, model_cfg.vocab_size - 9, (rows, n_prompt)).tolist()
+        got = len(decode(prompts, n_new))
+        if got != n_new:
+            raise ValueError(f"{got} tokens instead of {n_new}")
+        return statistics.median(seconds(lambda: decode(prompts, n_new), device, args.repeats))
+    with tempfile.TemporaryDirectory() as folder:
+        before, (who, precision) = reset_peak(device), args.row.split(" ")
+        decode, weight_bytes = our_decoder(precision, model_cfg, device) if who == "ours" else peers.decoder(
+            who, precision, model_cfg, device, Path(folder))
+        one, prefill = timed(1, args.prompt_tokens, args.new_tokens), timed(1, args.prefill_tokens, 1)
+        rows = timed(args.batch, args.prompt_tokens, args.new_tokens) if who != "llama_cpp" else None  # one at a time
+    flops = flops_per_token(model_cfg, args.prefill_tokens)["causal"] // 3  # forward
+    head = 2 * model_cfg.padded_vocab_size * model_cfg.d_model  # at the last position only
+    print(json.dumps(dict(
+        row=args.row, tok_per_s=args.new_tokens / one, weight_bytes=weight_bytes, peak_mib=peak_since(before, device),
+        prefill_tok_per_s=args.prefill_tokens / prefill,
+        prefill_flops=(args.prefill_tokens * (flops - head) + head) / prefill,
+        batch=args.batch, batch_tok_per_s=rows and args.batch * args.new_tokens / rows)))
+
+
+def sample(args):
+    device = pick_device(args.device)
+    if args.row:
+        return sample_row(args, device)
+    settings(args)
+    rows, reading = choose(args, sample_rows()), read_rate(device)
+    rates = {dtype: matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    command = ["sample", f"--repeats={args.repeats}", f"--device={device}", f"--batch={args.batch}",
+               f"--prompt_tokens={args.prompt_tokens}", f"--new_tokens={args.new_tokens}",
+               f"--prefill_tokens={args.prefill_tokens}", *args.settings]
+    results = []
+    for x in in_fresh_processes(command, rows):
+        limit = reading / x["weight_bytes"]
+        rate = rates[torch.float32 if x["row"].endswith("fp32") else torch.bfloat16]
+        x |= dict(limit_tok_per_s=limit, of_bandwidth=x["tok_per_s"] / limit, of_gemm=x["prefill_flops"] / rate)
+        results.append(x)
+        if args.json:
+            print_json("sample", device, **x, bytes_per_s=reading, gemm_flops=rate, prompt_tokens=args.prompt_tokens,
+                       new_tokens=args.new_tokens, prefill_tokens=args.prefill_tokens, repeats=args.repeats)
+    if not args.json and results:
+        speeds = {x["row"]: x["tok_per_s"] for x in results}
+
+        def ratio(x, peer):
+            other = speeds.get(f"{peer} {x['row'].rpartition(' ')[2]}")
+            return x["tok_per_s"] / other if other else None
+        body = [[x["row"], x["tok_per_s"], ratio(x, "transformers"), ratio(x, "llama_cpp"), x["limit_tok_per_s"],
+                 share(x["of_bandwidth"], 1), x["prefill_tok_per_s"], share(x["of_gemm"], 1), x["batch_tok_per_s"],
+                 x["batch_tok_per_s"] and x["batch_tok_per_s"] / x["tok_per_s"]] for x in results]
+        print_table(f"Greedy decoding, {args.prompt_tokens} + {args.new_tokens} tokens, prefill of "
+                    f"{args.prefill_tokens}; weights read at {reading / 1e9:.0f} GB/s, matmuls at "
+                    f"{rates[torch.bfloat16] / 1e9:,.0f} GFLOP/s bf16, {rates[torch.float32] / 1e9:,.0f} fp32; median "
+                    f"of {args.repeats}", device,
+                    ["", "tokens/s", "x transformers", "x llama_cpp", "limit: reading the weights", "of it",
+                     "prefill tokens/s", "of the matmul rate", f"batch {args.batch} tokens/s", "x batch 1"], body)
+    if len(results) < len(rows):
+        sys.exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare: text to ids, text to a vocabulary
+
+PREPARE = ["tiktoken in a bare pool", "ours: encode_documents", "ours: prepare.py, whole", "bare rustbpe",
+           "ours: train_tokenizer"]
+
+
+def prepare_row(args, device):
+    """One row, in this process, over the documents that prepare.py would read, held in memory (but for the command)."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import rustbpe
+    import tiktoken
+
+    from sources import Reader, Source
+    from tokenizer import PATTERN, SPECIALS, Tokenizer, train_tokenizer
+    words, workers = Tokenizer.load(args.folder), os.cpu_count()
+    texts = [piece.text for name in args.text for piece in Reader(Source(name), errors="replace", skip_bad=True)]
+    bare = tiktoken.Encoding("bare", pat_str=words.pattern, mergeable_ranks=words.ranks, special_tokens={})
+
+    def pool():
+        with ThreadPoolExecutor(workers) as threads:
+            for _ in threads.map(lambda text: bare.encode_to_numpy(text, disallowed_special=()), texts):
+                pass
+
+    def ours():
+        for _ in words.encode_documents(texts, workers):
+            pass
+
+    def command():
+        with tempfile.TemporaryDirectory() as out:
+            subprocess.run([sys.executable, ROOT / "prepare.py", *args.text, "--tokenizer", args.folder, "--errors",
+                            "replace", "--skip_bad", "--out", f"{out}/data"], check=True, capture_output=True)
+
+    def rust():
+        rustbpe.Tokenizer().train_from_iterator(iter(texts), args.vocab - len(SPECIALS), pattern=PATTERN)
+    with contextlib.redirect_stderr(io.StringIO()):  # a small text has too few pairs, and says so every time
+        call = dict(zip(PREPARE, (pool, ours, command, rust, lambda: train_tokenizer(texts, args.vocab)),
+                        strict=True))[args.row]
+        times = seconds(call, device, args.repeats)
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    print(json.dumps(dict(row=args.row, seconds=statistics.median(times), seconds_min=min(times),
+                          seconds_max=max(times), mb=size / 1e6, mb_per_s=size / 1e6 / statistics.median(times))))
+
+
+def prepare(args):
+    device = torch.device("cpu")
+    if args.row:
+        return prepare_row(args, device)
+    from sources import Reader, Source
+    from tokenizer import train_tokenizer
+    rows, results = choose(args, PREPARE), {}
+    with tempfile.TemporaryDirectory() as folder:
+        train_tokenizer((piece.text for name in args.text for piece in Reader(Source(name), errors="replace",
+                                                                             skip_bad=True)), args.vocab).save(folder)
+        command = ["prepare", f"--repeats={args.repeats}", f"--vocab={args.vocab}", f"--folder={folder}", "--text",
+                   *args.text]
+        for x in in_fresh_processes(command, rows):
+            base = results.get(PREPARE[0 if PREPARE.index(x["row"]) < 3 else 3])
+            x["ratio"] = x["mb_per_s"] / base["mb_per_s"] if base else 1.0
+            results[x["row"]] = x
+            if args.json:
+                print_json("prepare", device, **x, vocab=args.vocab, repeats=args.repeats)
+    if not args.json and results:
+        print_table(f"Text to ids, then text to {args.vocab} ids, {next(iter(results.values()))['mb']:.1f} MB of "
+                    f"{' '.join(args.text)}, median of {args.repeats}", device,
+                    ["", "seconds", "MB/s", "x the bare one"],
+                    [[x["row"], x["seconds"], x["mb_per_s"], x["ratio"]] for x in results.values()])
+    if len(results) < len(rows):
+        sys.exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# growth: our step, one axis at a time from a shape that a CPU can do
+
+GROWTH = ["--d_model=256", "--n_layers=6", "--n_heads=4", "--n_kv_heads=1", "--d_ff=704", "--vocab_size=8192",
+          "--seq_len=512"]
+AXES = {"seq_len": (256, 512, 1024, 2048, 4096), "micro_batch_size": (1, 2, 4, 8, 16),
+        "vocab_size": (8192, 16384, 32768, 65536, 131072), "n_layers": (6, 12, 24, 60)}
+
+
+def growth(args):
+    device = pick_device(args.device)
+    axes = dict(AXES)
+    if args.axis:
+        given = [axis.partition("=") for axis in args.axis]
+        if unknown := [name for name, _, _ in given if name not in AXES]:
+            raise ValueError(f"there is no axis {unknown[0]!r}. Choose from: {', '.join(AXES)}.")
+        axes = {name: tuple(map(int, values.split(","))) if values else AXES[name] for name, _, values in given}
+    common, failed = [f"--repeats={args.repeats}", f"--device={device}"], False
+    for axis, values in axes.items():
+        body, first = [], None
+        for value in values:
+            changes = [*GROWTH, *args.settings, f"--{axis}={value}"]
+            model_cfg, cfg = settings(argparse.Namespace(settings=changes))
+            tokens, dtype = cfg.micro_batch_size * cfg.seq_len, pick_dtype(cfg.dtype, device)
+            name = str(dtype).removeprefix("torch.")
+            x = next(in_fresh_processes(["step", *common, *changes], ["ours"]), None)
+            head = next(in_fresh_processes(["head", *common, f"--n_tokens={tokens}", f"--d_model={model_cfg.d_model}",
+                                            f"--vocab={model_cfg.padded_vocab_size}", f"--dtype={name}"], ["ours"]), {})
+            if x is None:
+                failed = True
+                continue
+            dh = tokens * model_cfg.d_model * dtype.itemsize / 2**20  # the head's result, as long as its input
+            peak = head.get("peak_mib")
+            x |= dict(us_per_token=x["seconds"] / tokens * 1e6, head_mib=None if peak is None else peak - dh,
+                      kib_per_token=None if x["peak_mib"] is None else (x["peak_mib"] - x["state_mib"]) / tokens * 1024)
+            first = first or x
+            body.append([str(value), str(tokens), x["us_per_token"], x["us_per_token"] / first["us_per_token"],
+                         x["peak_mib"], x["state_mib"], x["kib_per_token"], x["head_mib"]])
+            if args.json:
+                print_json("growth", device, **x, axis=axis, value=value, tokens=tokens)
+        if body and not args.json:
+            model_cfg, cfg = settings(argparse.Namespace(settings=[*GROWTH, *args.settings]))
+            print_table(f"Our training step over {axis}, else d_model {model_cfg.d_model}, {model_cfg.n_layers} layers,"
+                        f" vocabulary {model_cfg.vocab_size}, {cfg.micro_batch_size} x {cfg.seq_len} tokens, "
+                        f"{cfg.optimizer}, {cfg.dtype}; the head's peak without its result [tokens, d]", device,
+                        [axis, "tokens", "us a token", "x the first", "peak MiB", "weights, gradients, moments",
+                         "the rest, KiB a token", "head's peak MiB"], body)
+            print()
+    if failed:
+        sys.exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gpu: one card, one table
+
+
+def gpu_parts(args, device) -> list[tuple[str, list[str], str]]:
+    """(what, command, row), the most telling first: what the time does not suffice for is at the end."""
+    model_cfg, cfg = settings(args, "--seq_len=2048")
+    common = [f"--repeats={args.repeats}", f"--device={device}"]
+    n = 16 * cfg.seq_len
+
+    def step_part(what, row, *changes):
+        return what, ["step", *common, "--seq_len=2048", "--micro_batch_size=16", *args.settings, *changes], row
+    parts = [("ceilings", ["gpu", f"--device={device}", *args.settings], "ceilings"),
+             step_part(f"step, 16 x {cfg.seq_len}", "ours"),
+             step_part(f"step, 32 x {cfg.seq_len}", "ours", "--micro_batch_size=32"),
+             step_part(f"step, 16 x {cfg.seq_len}, document masks", "ours", "--doc_mask=true"),
+             step_part(f"step, 16 x {cfg.seq_len}, Muon", "ours", "--optimizer=muon"),
+             ("sample, batch 1 and 64", ["sample", *common, "--batch=64", *args.settings], "ours bf16")]
+    parts += [step_part(f"step, 16 x {cfg.seq_len}, {row}", row) for row in step_rows(cfg)
+              if row.endswith("compiled") and not row.startswith("GPT-2")]
+    parts += [(f"head, {n} tokens, {row}", [
+        "head", *common, f"--n_tokens={n}", f"--d_model={model_cfg.d_model}", f"--vocab={model_cfg.padded_vocab_size}",
+        f"--dtype={'bfloat16' if cfg.dtype == 'auto' else cfg.dtype}"], row)
+        for row in ("ours", "compiled naive", *list(head_rows(device))[3:-1])]
+    return parts + [step_part(f"step, 32 x {cfg.seq_len}, document masks, Muon: the recipe", "ours",
+                              "--micro_batch_size=32", "--doc_mask=true", "--optimizer=muon")]
+
+
+def gpu_row(args, device):
+    dtype = pick_dtype(settings(args)[1].dtype, device)
+    print(json.dumps(dict(row=args.row, gemm_flops=matmul_rate(device, dtype), copy_bytes_per_s=copy_rate(device),
+                          read_bytes_per_s=read_rate(device), peak_flops=peak_flops(device, dtype))))
+
+
+def gpu(args):
+    device = pick_device(args.device)
+    if args.row:
+        return gpu_row(args, device)
+    body, start, ceilings, failed = [], time.monotonic(), {}, False
+    for what, command, row in gpu_parts(args, device):
+        left = args.minutes * 60 - (time.monotonic() - start)
+        x = run_row(command, row, timeout=left) if left > 5 else dict(row=row, failed="no time left")
+        failed |= "failed" in x
+        if row == "ceilings":
+            ceilings = x
+        gemm, reading, peak = (ceilings.get(key) for key in ("gemm_flops", "read_bytes_per_s", "peak_flops"))
+        flops = x["tok_per_s"] * x["flops_per_token"] if "flops_per_token" in x else None
+        limit = reading / x["weight_bytes"] if reading and "weight_bytes" in x else None
+        x |= dict(part=what, of_gemm=flops and gemm and flops / gemm, mfu=flops and peak and flops / peak,
+                  of_bandwidth=limit and x["tok_per_s"] / limit)
+        if args.json:
+            print_json("gpu", device, **x)
+        note = x.get("failed")
+        if row == "ceilings" and gemm:
+            note = (f"matmuls {gemm / 1e12:.3g} TFLOP/s, copying {x['copy_bytes_per_s'] / 1e9:,.0f} GB/s, "
+                    f"reading {reading / 1e9:,.0f} GB/s")
+        elif x.get("batch_tok_per_s"):
+            note = f"batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill {x['prefill_tok_per_s']:,.0f}"
+        elif "first_seconds" in x:
+            note = f"first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
+        body.append([what, x.get("tok_per_s"), x["seconds"] * 1e3 if "seconds" in x else None, share(x["mfu"], 1),
+                     share(x["of_gemm"], 1), share(x["of_bandwidth"], 1), x.get("peak_mib"), note or ""])
+        print(f"bench.py: {time.monotonic() - start:4.0f} s  {what}: {note or 'done'}", file=sys.stderr)
+    if not args.json:
+        print_table(f"One card, {args.repeats} repeats", device, ["", "tokens/s", "ms", "MFU", "of the matmul rate",
+                                                                  "of the bandwidth", "peak MiB", "note"], body)
+    sys.exit(1 if failed else 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def main():
-    common = argparse.ArgumentParser(add_help=False)
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     common.add_argument("--json", action="store_true", help="one JSON object a line, one per row")
     common.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    common.add_argument("--repeats", type=int, default=3, help="timed calls per row, after one that is not (3)")
+    common.add_argument("--repeats", type=int, help="timed calls per row, after one that is not (3; gpu: 10)")
+    common.add_argument("--rows", help="only these, separated by commas")
     common.add_argument("--row", help=argparse.SUPPRESS)  # measure this row here instead of starting processes
+    common.add_argument("--folder", help=argparse.SUPPRESS)  # what rows share: the float64 results, a tokenizer
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="head")
-    sub = commands.add_parser("head", parents=[common], help="the loss head, forward and backward")
-    sub.add_argument("--n_tokens", type=int, default=8192, help="N, positions (8192)")
-    sub.add_argument("--d_model", type=int, default=512, help="d, width (512)")
-    sub.add_argument("--vocab", type=int, default=32768, help="V, ids (32768)")
-    sub.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="of hidden states and table (bfloat16)")
-    sub.add_argument("--rows", help="only these, separated by commas")
-    sub.add_argument("--chunks", action="store_true", help="ours over chunk sizes instead of the peers")
-    sub.add_argument("--truth", help=argparse.SUPPRESS)  # file with the float64 results
-    sub.set_defaults(run=head)
-    args = parser.parse_args()
+    commands = parser.add_subparsers(required=True, metavar="step|sample|prepare|head|growth|gpu", dest="command")
+
+    def add(run, help_text):
+        sub = commands.add_parser(run.__name__, parents=[common], help=help_text, allow_abbrev=False, epilog=(
+            None if run in (head, prepare) else "and every --key=value of train.py (python train.py --help)"))
+        sub.set_defaults(run=run)
+        return sub.add_argument
+    add(step, "one training step")
+    flag = add(sample, "greedy decoding")
+    flag("--batch", type=int, default=16, help="prompts at once in the batch column (16)")
+    flag("--prompt_tokens", type=int, default=64, help="of each prompt (64)")
+    flag("--new_tokens", type=int, default=64, help="after each prompt (64)")
+    flag("--prefill_tokens", type=int, default=384, help="of the prompt whose reading is timed (384)")
+    flag = add(prepare, "encoding and tokenizer training")
+    flag("--text", nargs="+", default=["stdlib"], help="files, folders, globs (the interpreter's standard library)")
+    flag("--vocab", type=int, default=32768, help="ids of the tokenizer (32768)")
+    flag = add(head, "the loss head, forward and backward")
+    flag("--n_tokens", type=int, default=8192, help="N, positions (8192)")
+    flag("--d_model", type=int, default=512, help="d, width (512)")
+    flag("--vocab", type=int, default=32768, help="V, ids (32768)")
+    flag("--dtype", default="bfloat16", choices=list(DTYPES), help="of hidden states and table (bfloat16)")
+    flag("--chunks", action="store_true", help="ours over chunk sizes instead of the peers")
+    flag = add(growth, "time and memory over context, batch, vocabulary, depth")
+    flag("--axis", action="append", help=f"only this, with its values or without: seq_len=256,512 ({', '.join(AXES)})")
+    flag = add(gpu, "one card, within minutes")
+    flag("--minutes", type=float, default=8, help="what does not fit in is left out, and said (8)")
+    args, args.settings = parser.parse_known_args()
+    if args.repeats is None:
+        args.repeats = 10 if args.run is gpu else 3
     try:
-        for name in ("repeats", "n_tokens", "d_model", "vocab"):
+        for name in ("repeats", "n_tokens", "d_model", "vocab", "batch", "prompt_tokens", "new_tokens",
+                     "prefill_tokens"):
             if getattr(args, name, 1) < 1:
                 raise ValueError(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
+        if args.settings and args.run in (head, prepare):
+            raise ValueError(f"{args.settings[0]} is nothing that {args.command} knows. --help lists what it does.")
         args.run(args)
     except (ValueError, OSError) as error:
         print(f"bench.py: {error}", file=sys.stderr)

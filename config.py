@@ -313,6 +313,7 @@ class TrainConfig:
     dp: typing.Literal["ddp", "fsdp"] = "ddp"  # several processes: a whole model in each, or a part of it
     remat: typing.Literal["none", "block", "selective"] = "none"  # keep less of a block, compute it again in backward
     compile: bool = True  # torch.compile the block, once for all layers
+    deterministic: bool = False  # on a GPU too, runs repeat to the bit (a CPU's do anyway); bench.py step has the cost
     peak_tflops: float | None = None  # of one device, for the mfu column where the device's name is not known
     max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
     wandb_project: str | None = None  # send the log to this project of Weights & Biases too

@@ -102,6 +102,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     at_exit.callback(torch.compiler.set_stance, "default")
     if not cfg.compile:
         torch.compiler.set_stance("force_eager")  # blocks and loss head alike
+    if cfg.deterministic:  # costs the atomic sums of backward kernels, and a fill of each new buffer
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
+        at_exit.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(True)
     torch.manual_seed(cfg.seed)
 
     # 3. data --------------------------------------------------------------------------------------------------------

@@ -1,17 +1,29 @@
 """The bench measures what it says: memory, rows that compute the same loss, one JSON object a row, a README table."""
 
 import argparse
+import contextlib
+import io
 import json
 import subprocess
 import sys
 
 import pytest
+import runs
 import torch
-from conftest import ROOT
+from conftest import ROOT, tiny_config
 
 import bench
+import hf
+import model
+import peers
+from model import GPT, num_params
 
 SMALL = ["--n_tokens=96", "--d_model=16", "--vocab=512", "--dtype=float32", "--device=cpu", "--repeats=2"]
+
+
+TINY = ["--device=cpu", "--repeats=1", "--vocab_size=320", "--d_model=32", "--n_layers=1", "--n_heads=2",
+        "--n_kv_heads=1", "--head_dim=16", "--d_ff=48", "--max_seq_len=32", "--seq_len=32", "--compile=false",
+        "--dtype=float32"]
 
 
 def run(*args):
@@ -94,9 +106,176 @@ def test_a_row_that_fails(monkeypatch, capsys):
     assert "row 'no such row' failed: KeyError" in capsys.readouterr().err
 
 
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """here(*args) -> (exit code, stdout, stderr) of bench.py in this process, its rows too, with nothing compiled."""
+    def main(*argv):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, argv)])
+        bench.main()
+
+    def run_row(command, row, timeout=None):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            try:
+                main(*command, "--row", row)
+            except Exception as error:
+                return dict(row=row, failed=f"{type(error).__name__}: {error}")
+        return json.loads(out.getvalue().splitlines()[-1])
+
+    def call(*argv):
+        code = 0
+        try:
+            main(*argv)
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+    monkeypatch.setattr(bench, "run_row", run_row)
+    monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)  # is for good, and other tests measure memory
+    monkeypatch.setattr(bench, "READ_BYTES", 1 << 20)
+    monkeypatch.setitem(bench.MATMUL_SIZE, "cpu", 256)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    yield call
+    bench.compiled.cache_clear()
+    torch.compiler.set_stance("default")
+
+
+def table(out):
+    """Rows of the last markdown table, by their first cell."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line[:1] == "|"]
+    return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+
+
+@pytest.mark.parametrize("shape", ["ours", "GPT-2", "document masks"])
+def test_plain_model_is_ours(shape):
+    """With the same weights the plain model has our loss and our gradients: it is the same work."""
+    cfg = tiny_config(vocab_size=320)
+    cfg = peers.gpt2_shape(cfg) if shape == "GPT-2" else cfg
+    ours, (plain, loss_of, _) = GPT(cfg), peers.trained("plain", cfg, "cpu")
+    plain.load_state_dict({k.replace(".attn.", ".").replace(".mlp.", "."): v for k, v in ours.state_dict().items()})
+    ids = torch.randint(0, 320, (2, 33))
+    docs = (ids[:, :-1] < 60).cumsum(1) if shape == "document masks" else None
+    losses = ours(ids[:, :-1], ids[:, 1:], docs=docs), loss_of(ids[:, :-1], ids[:, 1:], docs)
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(ours.embed.weight.grad, plain.embed.weight.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("peer", ["transformers", "litgpt"])
+def test_packages_train_our_model(peer):
+    """As many parameters as ours; transformers, which takes our weights, has our loss."""
+    pytest.importorskip(peer)
+    cfg = tiny_config(vocab_size=320)
+    ours, (theirs, loss_of, _) = GPT(cfg), peers.trained(peer, cfg, "cpu")
+    assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
+    ids = torch.randint(0, 320, (2, 32))
+    if peer == "transformers":
+        theirs.load_state_dict(hf.to_theirs(ours, hf.LLAMA), strict=False)
+        assert loss_of(ids, ids, None).item() == pytest.approx(ours(ids[:, :-1], ids[:, 1:]).item(), rel=1e-4)
+    assert loss_of(ids, ids, None).item() < 8
+
+
+def test_step_is_what_train_does(tmp_path, monkeypatch, here):
+    """The row's first loss is that of train.py's first step with the same settings on the same data."""
+    data = runs.make_data(tmp_path / "data")
+    model_cfg, cfg = runs.settings(data, tmp_path / "run", batch_tokens=64, max_steps=1, warmup_steps=1, doc_mask=False,
+                                   z_loss=0.0, n_layers=1)
+    monkeypatch.setattr(runs.train, "keep_freed_memory", lambda: None)
+    runs.train.run(model_cfg, cfg)
+    monkeypatch.setattr(bench, "step_batches", lambda folder, model_cfg, cfg, device: bench.Batches(
+        bench.TokenData(data, "train", seq_len=32), seed=cfg.seed, micro_batch_size=2, batch_seqs=2))
+    row = bench.run_row(["step", *TINY, "--z_loss=0"], "ours")
+    assert row["loss"] == pytest.approx(runs.log(tmp_path / "run")[0]["loss"], rel=1e-6)
+    assert row["state_mib"] == pytest.approx(16 * num_params(model_cfg)["total"] / 2**20, abs=0.1)
+
+
+@pytest.mark.parametrize("flags", [[], ["--doc_mask", "--optimizer=muon"]])
+def test_step(here, flags):
+    """Ours and the plain peers side by side, all about as surprised as a new model is, and the floor below them."""
+    code, out, err = here("step", "--json", "--rows=ours,plain eager,plain compiled", *TINY, *flags)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (code, err, [row["row"] for row in rows]) == (0, "", ["ours", "plain eager", "plain compiled"])
+    for row in rows:
+        assert row["loss"] == pytest.approx(5.8, abs=0.2) and row["tok_per_s"] == pytest.approx(64 / row["seconds"])
+        assert 0 < row["of_floor"] < 1 and 0 <= row["data_wait"] < 1 and row["peak_mib"] >= 0
+        assert 0 < row["optimizer_of_16"] < row["optimizer_seconds"] / row["seconds"]
+    code, out, _ = here("step", "--rows=ours,plain compiled", *TINY, *flags)
+    assert table(out)["plain compiled"]["x best compiled peer"] == "1" and "floor: the matmuls" in table(out)
+
+
+def test_sample(here):
+    """Every row gives the tokens asked for; limits and ratios stand beside them."""
+    sizes = ["--prompt_tokens=4", "--new_tokens=5", "--prefill_tokens=8", "--batch=3"]
+    code, out, err = here("sample", "--json", *sizes, *TINY)
+    assert code == 0, err
+    rows = {row["row"]: row for line in out.splitlines() for row in [json.loads(line)]}
+    assert list(rows) == bench.sample_rows()
+    assert rows["ours fp32"]["weight_bytes"] == 2 * rows["ours bf16"]["weight_bytes"]
+    for row in rows.values():
+        assert row["of_bandwidth"] > 0 and row["of_gemm"] > 0 and row["prefill_tok_per_s"] > 0
+    _, out, _ = here("sample", "--rows=ours fp32,transformers fp32", *sizes, *TINY)
+    assert table(out)["transformers fp32"]["x transformers"] == "1"
+
+
+def test_a_model_for_llama_cpp(tmp_path):
+    """The random model reaches a GGUF file with all its tensors and as many words."""
+    gguf = pytest.importorskip("gguf")
+    cfg = tiny_config(vocab_size=1000)
+    reader = gguf.GGUFReader(peers.write_gguf(cfg, tmp_path, "q8_0"))
+    assert {t.name for t in reader.tensors} == set(hf.renamed(cfg, hf.GGUF)) and len(
+        reader.fields["tokenizer.ggml.tokens"].contents()) == 1000
+
+
+def test_prepare(here):
+    """Ours beside the bare libraries over the same text."""
+    code, out, err = here("prepare", "--repeats=1", "--vocab=400", "--text", ROOT / "bench.py", ROOT / "train.py")
+    assert code == 0, err
+    assert list(table(out)) == bench.PREPARE
+    assert [table(out)[row]["x the bare one"] for row in (bench.PREPARE[0], bench.PREPARE[3])] == ["1", "1"]
+
+
+def test_growth(here, monkeypatch):
+    """A table per axis; state grows with the depth, the head's peak does not grow with the batch."""
+    monkeypatch.setitem(model.CHUNK_BYTES, "cpu", 1 << 20)
+    code, out, err = here("growth", *TINY, "--vocab_size=4096", "--axis=micro_batch_size=8,64", "--axis=n_layers=1,2",
+                          "--json")
+    assert code == 0, err
+    few, many, shallow, deep = map(json.loads, out.splitlines())
+    assert (few["tokens"], many["tokens"]) == (256, 2048) and few["state_mib"] == many["state_mib"]
+    assert deep["state_mib"] > shallow["state_mib"] and (deep["axis"], deep["value"]) == ("n_layers", 2)
+    assert many["head_mib"] < few["head_mib"] + 8  # all of the logits would be 28 MiB more, and as much again
+    code, out, _ = here("growth", *TINY, "--axis=seq_len=16,32")
+    assert list(table(out)) == ["16", "32"] and table(out)["16"]["x the first"] == "1"
+
+
+def test_gpu_dry_run(here, monkeypatch):
+    """The script for a card runs whole on a CPU, every part of it; a part that breaks, and one there is no time for,
+    are rows like the others."""
+    code, out, err = here("gpu", *TINY)
+    assert code == 0, out + err
+    rows = table(out)
+    assert list(rows) == [what for what, _, _ in bench.gpu_parts(argparse.Namespace(
+        settings=TINY[2:], repeats=1), torch.device("cpu"))]
+    assert "TFLOP/s" in rows["ceilings"]["note"] and rows["step, 16 x 32"]["of the matmul rate"].endswith("%")
+    assert rows["sample, batch 1 and 64"]["of the bandwidth"].endswith("%")
+    monkeypatch.setattr(bench, "step_model", lambda *args: 1 / 0)
+    code, out, _ = here("gpu", *TINY)
+    assert code == 1 and table(out)["step, 16 x 32"]["note"] == "ZeroDivisionError: division by zero"
+    assert "TFLOP/s" in table(out)["ceilings"]["note"] and table(out)["head, 512 tokens, ours"]["ms"]
+    code, out, _ = here("gpu", "--minutes=0", *TINY)
+    assert code == 1 and {row["note"] for row in table(out).values()} == {"no time left"}
+
+
+def test_a_row_that_hangs():
+    """A row is given up when its time is over."""
+    assert bench.run_row(["head", *SMALL], "ours", timeout=0.1)["failed"] == "not ready after 0 s"
+
+
 @pytest.mark.parametrize("args, message", [
     (["head", "--rows=nonsense"], "no row 'nonsense'"), (["head", "--device=cuda:99"], "cuda:99"),
-    (["head", "--repeats=0"], "--repeats is 0"), (["head", "--device=nonsense"], "nonsense")])
+    (["head", "--repeats=0"], "--repeats is 0"), (["head", "--device=nonsense"], "nonsense"),
+    (["head", "--n_layers=3"], "--n_layers=3 is nothing"), (["step", "--n_layer=3"], "Did you mean n_layers"),
+    (["step", "--rows=theirs"], "no row 'theirs'"), (["growth", "--axis=width"], "no axis 'width'")])
 def test_user_errors(args, message, monkeypatch, capsys):
     """A wrong argument is one line on stderr and exit code 2."""
     monkeypatch.setattr(sys, "argv", ["bench.py", *args])

@@ -20,6 +20,7 @@ PARTS = {  # what each part may import of ours; commands may import any part, no
     "metrics": {"config", "data", "device"},
     "sources": {"tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},
     "embeddings": {"config"}, "tensor_parallel": {"model"}, "tasks": {"hf", "device"},
+    "peers": {"checkpoint", "hf", "model", "tokenizer"},
 }
 FILES = sorted(ROOT.glob("*.py"))
 

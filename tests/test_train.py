@@ -96,6 +96,18 @@ def test_same_seed_same_run(plain, data, tmp_path):
     assert first == runs.log(plain, key="loss")[:5]  # evaluations, samples and saves between do not disturb: F64
 
 
+def test_deterministic(plain, data, tmp_path, monkeypatch):
+    """--deterministic switches PyTorch for the run, gives back what was, and on a CPU changes no loss."""
+    seen, switched = [], torch.are_deterministic_algorithms_enabled
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    runs.at(monkeypatch, lambda step: seen.append((switched(), os.environ["CUBLAS_WORKSPACE_CONFIG"])))
+    first, second = (runs.log(runs.run(data, tmp_path / name, deterministic=True, max_steps=4, dropout=0.1,
+                                       decay_fraction=0), key="loss") for name in "ab")
+    assert first == second and first == runs.log(plain, key="loss")[:4]
+    assert seen[0] == (True, ":4096:8") and not switched()
+
+
 def test_process_is_left_as_it_was(data, tmp_path, monkeypatch):
     """Signals, compiler stance and threads are given back, at the end and after an error; the model trains on."""
     def state():
