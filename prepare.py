@@ -420,6 +420,7 @@ def left_out(sources):
 
 
 def summary(folder):
+    from writer import Mixture
     meta = read_meta(folder)
     lines = [f"{folder}: {meta['vocab_size']:,} ids, tokenizer {meta['tokenizer'][:12] or 'gpt2'}"]
     for name, split in meta["splits"].items():
@@ -437,6 +438,11 @@ def summary(folder):
         lines += ["  mixture " + ", ".join(f"{100 * share:.1f} % {name}" for name, share in mixture["shares"]),
                   f"  at most {mixture['worst_points']} points off the weights in any 1 % of it "
                   f"({mixture['window_tokens']:,} tokens), at {mixture['worst_source']}"]
+        if mixture["worst_points"] > Mixture.POINTS:
+            longest, certain = mixture["longest_document"], mixture["certain_length"]
+            lines += [f"  WARNING: that is more than {Mixture.POINTS:g} points. The longest document has {longest:,} tokens; "
+                      f"with none above {certain:,} it would hold.",
+                      f"    Split long documents, or make the set {longest / max(1, certain):.1f} times as large."]
         lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
                   for name in mixture["ended_with"]]
     if meta["not_remembered"]:

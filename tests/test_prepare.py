@@ -400,9 +400,42 @@ def test_long_mixture_keeps_within_two_points():
         i = writer.next_source(records, weights)
         n = min(5000, int(lengths.lognormvariate(6.5, 1)) + 1)
         records[i]["train"] += n
-        mixture.add(i, n)
+        mixture.add(i, n, True)
     report = mixture.report(list("abcd"))
     assert report["worst_points"] < 2 and report["window_tokens"] < 500_000 and len(mixture.bins["full"]) < mixture.BINS
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_how_far_a_mixture_strays_is_bounded_by_its_longest_document(seed):
+    """For any weights and lengths, one source with books included: not by chance but by the rule writer.py states."""
+    random, n = np.random.default_rng(seed), 2 + seed % 4
+    weights = random.dirichlet(np.ones(n)).tolist()
+    sizes = np.exp(random.uniform(3, 9, n))
+    records, mixture = [{"train": 0, "done": False} for _ in weights], writer.Mixture(weights, None)
+    while sum(record["train"] for record in records) < 2_000_000:
+        i = writer.next_source(records, weights)
+        pieces = [int(x) + 1 for x in random.lognormal(0, 1, random.integers(1, 4)) * sizes[i]]
+        for at, length in enumerate(pieces):
+            mixture.add(i, length, at == 0)
+        records[i]["train"] += sum(pieces)
+    report = mixture.report([str(i) for i in range(n)])
+    assert report["worst_points"] <= 2 * report["longest_document"] / report["certain_length"] + 0.01
+
+
+def test_a_mixture_that_cannot_hold_says_so(tmp_path, vocabulary, capsys):
+    """Books in a small set: a warning with the length that would hold; with documents of that length it does."""
+    said = []
+    for folder, size in (("long", 9000), ("short", 12)):
+        (tmp_path / folder).mkdir()
+        path = recipe(tmp_path / folder, (50, 50), (size, 12), "val_fraction = 0")
+        assert run(path, "--out", tmp_path / folder / "out", "--tokenizer", vocabulary) == 0
+        said.append((capsys.readouterr().out, meta_of(tmp_path / folder / "out")["mixture"]))
+    (long, mixture), (short, short_mixture) = said
+    assert mixture["worst_points"] > 10 and "WARNING: that is more than 2 points" in long
+    assert f"longest document has {mixture['longest_document']:,} tokens; with none above " in long
+    assert f"above {mixture['certain_length']:,} it would hold" in long and mixture["longest_document"] > 9000
+    assert short_mixture["longest_document"] <= short_mixture["certain_length"]
+    assert short_mixture["worst_points"] <= 2 and "WARNING" not in short
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
