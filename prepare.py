@@ -8,8 +8,9 @@
     python prepare.py show data/mine --doc 17
 
 A SOURCE is stdlib (the running Python's own library: 12 MB of text on every machine), a file, a folder, a glob in
-quotes, or hf:NAME[:CONFIG][:SPLIT], streamed from Hugging Face.  Or the one SOURCE is a recipe: a .py file that
-assigns `sources`, a list of dict(source=..., weight=..., filter=...), and any of the options below.
+quotes, or hf:NAME[@REVISION][:CONFIG][:SPLIT], streamed from Hugging Face (meta.json keeps the commit it came from).
+Or the one SOURCE is a recipe: a .py file that assigns `sources`, a list of dict(source=..., weight=..., filter=...),
+and any of the options below.
 
 A .txt, .md or .py file is one document; so is a line of .jsonl and a row of .parquet.  .gz and .zst are unpacked.
 A killed run is continued by the same command; a finished one is left as it is.
@@ -408,7 +409,8 @@ def report(job, state):
     for source, record in zip(job.sources, state["sources"], strict=True):
         after = record["after"] or {"counts": {}, "notes": []}
         counts = {key: record[key] for key in ("documents", "tokens", "bytes", "duplicates")}
-        lines.append({**source.identity, **counts, **after["counts"], "notes": after["notes"]})
+        commit = {"commit": after["commit"]} if "commit" in after else {}
+        lines.append({**source.identity, **counts, **after["counts"], "notes": after["notes"], **commit})
     return lines
 
 
@@ -440,8 +442,8 @@ def summary(folder):
                   f"({mixture['window_tokens']:,} tokens), at {mixture['worst_source']}"]
         if mixture["worst_points"] > Mixture.POINTS:
             longest, certain = mixture["longest_document"], mixture["certain_length"]
-            lines += [f"  WARNING: that is more than {Mixture.POINTS:g} points. The longest document has {longest:,} tokens; "
-                      f"with none above {certain:,} it would hold.",
+            lines += [f"  WARNING: that is more than {Mixture.POINTS:g} points. The longest document has {longest:,} "
+                      f"tokens; with none above {certain:,} it would hold.",
                       f"    Split long documents, or make the set {longest / max(1, certain):.1f} times as large."]
         lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
                   for name in mixture["ended_with"]]

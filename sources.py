@@ -1,7 +1,7 @@
 """Where documents come from: files, folders, globs, the standard library, Hugging Face; and which of them are kept.
 
-    source = Source("texts/")               also "stdlib", "a.txt", "logs/*.jsonl.gz", "hf:NAME[:CONFIG][:SPLIT]"
-    for piece in Reader(source): ...        pieces of documents, in an order that depends on nothing but the input
+    source = Source("texts/")           also "stdlib", "a.txt", "logs/*.jsonl.gz", "hf:NAME[@REVISION][:CONFIG][:SPLIT]"
+    for piece in Reader(source): ...    pieces of documents, in an order that depends on nothing but the input
 
 A .txt, .md or .py file is one document, so is a line of .jsonl and a row of .parquet; .gz and .zst around any of them
 are opened on the way.  A file that is named, or matched by a glob, is read as text whatever it is called; a folder is
@@ -57,7 +57,9 @@ CHUNK = 1 << 18  # bytes read from a file at a time
 HOLD = 1 << 24  # bytes of one file kept while its hash is taken; longer files are read a second time instead
 MAX_LINE = 1 << 26  # bytes of one JSON line: to be parsed it has to be in memory whole, and several times over
 NOTES = 10  # broken records named in the report of --skip_bad, per source; all are counted
+HUB_SECONDS = 10  # to wait for the first answer of Hugging Face
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # waits between attempts to go on with an interrupted stream
+COMMIT = re.compile("[0-9a-f]{40}")
 STATE_ROWS = 1000  # rows between two copies of a stream's state: a copy per row costs more than reading the row
 
 
@@ -69,7 +71,7 @@ STATE_ROWS = 1000  # rows between two copies of a stream's state: a copy per row
 class Source:
     """One source, on the command line or in a recipe. Finds its files at once: a wrong name ends the run early."""
 
-    source: str  # stdlib, a file, a folder, a glob, or hf:NAME[:CONFIG][:SPLIT]
+    source: str  # stdlib, a file, a folder, a glob, or hf:NAME[@REVISION][:CONFIG][:SPLIT]
     weight: float = 0.0  # share of the tokens, in a recipe
     filter: str = ""  # web, code or math: which documents are kept
     text_key: str = "text"  # the key or column that holds the text
@@ -116,7 +118,7 @@ def list_files(source: str) -> tuple[str, list[str]]:
         names = list(dict.fromkeys(os.path.normpath(name) for name in [*filter(os.path.isfile, matches), *inside]))
     else:
         raise FileNotFoundError(f"{source} not found.\n  A source is a file, a folder, a glob in quotes, stdlib, or "
-                                "hf:NAME[:CONFIG][:SPLIT] for a data set on Hugging Face.")
+                                "hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data set on Hugging Face.")
     if not names:
         raise FileNotFoundError(f"{source} has no files to read; looked for {' '.join(KINDS)}, also with "
                                 f"{' or '.join(PACKED)} behind.\n  Text under other names is read when you name the "
@@ -175,10 +177,11 @@ class Reader:
         after = after or {"position": None, "counts": {}, "notes": [], "consumed": 0}
         self.position, self.consumed = after["position"], after["consumed"]
         self.counts, self.notes = Counter(after["counts"]), list(after["notes"])
+        self.commit = after.get("commit", "")  # of a data set on Hugging Face
 
     def state(self) -> dict:
         return {"position": self.position, "counts": dict(self.counts), "notes": list(self.notes),
-                "consumed": self.consumed}
+                "consumed": self.consumed, **({"commit": self.commit} if self.source.in_hub else {})}
 
     def __iter__(self):
         keep = FILTERS[self.source.filter]
@@ -282,7 +285,7 @@ class Reader:
     def _hub_rows(self):
         """Texts of a data set of Hugging Face; an interrupted stream is taken up where it broke, after a pause."""
         key, (state, rows), waits = self.source.text_key, self.position or (None, 0), list(RETRY_SECONDS)
-        stream = open_hub(self.source)
+        stream, self.commit = open_hub(self.source, self.commit)
         while True:
             try:
                 if state:
@@ -500,8 +503,11 @@ def parse_json(line: str | None, key: str):
 # Hugging Face
 
 
-def open_hub(source: Source):
-    """A stream of rows of hf:NAME[:CONFIG][:SPLIT], or a sentence on what to do, within seconds."""
+def open_hub(source: Source, commit: str = ""):
+    """(rows of hf:NAME[@REVISION][:CONFIG][:SPLIT] as a stream, the commit they are of), or what to do, within seconds.
+
+    commit: the one that a run began with, which is then the one to continue with, whatever the branch has now.
+    """
     try:
         import datasets
         import huggingface_hub
@@ -509,28 +515,41 @@ def open_hub(source: Source):
         raise ImportError(f"{source.source} needs the package datasets.\n  Install it with: pip install datasets"
                           ) from None
     name, config, split, *rest = [*source.source[3:].split(":"), "", ""]
+    local = Path(name).exists()
+    name, _, asked = (name, "", "") if local else name.partition("@")
     if not name or any(rest):
-        raise ValueError(f"{source.source} is not hf:NAME[:CONFIG][:SPLIT].\n  For example: "
+        raise ValueError(f"{source.source} is not hf:NAME[@REVISION][:CONFIG][:SPLIT].\n  For example: "
                          "hf:HuggingFaceFW/fineweb-edu:sample-10BT:train")
     datasets.disable_progress_bars()
-    trouble = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else ""
-    if not trouble and not Path(name).exists():
-        try:  # load_dataset would find out as well, after half a minute of attempts
-            huggingface_hub.HfApi().auth_check(name, repo_type="dataset")
-        except huggingface_hub.errors.GatedRepoError:
+    constants, errors, revision = huggingface_hub.constants, huggingface_hub.errors, commit or asked or None
+    offline = constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE  # the second also for HF_DATASETS_OFFLINE
+    trouble = "offline by HF_HUB_OFFLINE or HF_DATASETS_OFFLINE" if offline else ""
+    if not trouble and not local:
+        try:  # load_dataset would find out as well, after half a minute of attempts, or never where nobody answers
+            api = huggingface_hub.HfApi()
+            info = api.dataset_info(name, revision=revision, timeout=HUB_SECONDS)
+            revision = info.sha
+            if info.gated:
+                api.auth_check(name, repo_type="dataset")
+        except errors.GatedRepoError:
             raise PermissionError(f"{source.source} is gated: its owner asks who reads it.\n  Accept the terms at "
                                   f"https://huggingface.co/datasets/{name}, then run: hf auth login") from None
-        except huggingface_hub.errors.RepositoryNotFoundError:
+        except errors.RevisionNotFoundError:
+            raise FileNotFoundError(f"{source.source}: {name} has no revision {revision}.\n  A revision is a branch, a "
+                                    "tag or a commit; leave it out for the latest.") from None
+        except errors.RepositoryNotFoundError:
             raise FileNotFoundError(f"{source.source}: there is no data set {name} that you may read.\n  Check the "
                                     "name; for a private one run: hf auth login") from None
         except Exception as error:  # no network, but what was downloaded before may be enough
             trouble = f"no network: {error}"
-            huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    if trouble:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
-        stream = datasets.load_dataset(name, config or None, split=split or "train",
-                                       data_dir=source.data_dir or None, streaming=True)
+        builder = datasets.load_dataset_builder(name, config or None, data_dir=source.data_dir or None,
+                                                revision=revision)
+        stream = builder.as_streaming_dataset(split or "train")
     except Exception as error:
-        if not trouble:
+        if not trouble or local:
             raise ValueError(f"{source.source} cannot be read: {type(error).__name__}: {error}\n"
                              "  Check name, configuration and split.") from None
         load = f"datasets.load_dataset('{name}'{f', {config!r}' * bool(config)})"
@@ -538,11 +557,15 @@ def open_hub(source: Source):
                               f"  Where there is a network run: python -c \"import datasets; {load}\"\n  and copy "
                               "~/.cache/huggingface here; or download the files themselves and name their folder."
                               ) from None
+    found = builder.hash  # the commit; of a folder here, a hash of names and dates
+    if (commit and found != commit) or (trouble and COMMIT.fullmatch(asked) and found != asked):
+        raise ValueError(f"{source.source} is {found} here; {commit or asked} is needed.\n  That is what the run began "
+                         "with, or was asked for: bring it back, or start again in another folder.")
     columns = stream.column_names
     if columns and source.text_key not in columns:
         raise ValueError(f"{source.source} has no column {source.text_key!r}; it has {', '.join(columns)}.\n"
                          "  Name the one that holds the text: --text_key COLUMN")
-    return stream.select_columns([source.text_key]) if columns else stream
+    return (stream.select_columns([source.text_key]) if columns else stream), found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

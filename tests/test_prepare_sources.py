@@ -4,9 +4,12 @@ import gzip
 import json
 import os
 import random
+import shutil
+import socket
 import sys
 import time
 import tracemalloc
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -329,25 +332,114 @@ def test_hub_that_cannot_be_reached(monkeypatch, offline):
 
     def refuse(*args, **kwargs):
         raise OSError("Connection refused")
-    monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
     started = time.monotonic()
     with pytest.raises(ConnectionError, match="(?s)cannot be reached .* is not in the cache .* copy"):
         texts(Source("hf:nobody/nothing:here"))
     assert time.monotonic() - started < 5
 
 
-def test_hub_that_is_gated_or_absent(monkeypatch):
-    """What to do about it, said at once."""
+def test_hub_that_does_not_answer(monkeypatch):
+    """A far end that takes the call and stays silent is given up as well."""
+    import datasets
     import huggingface_hub
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    for kind, error, words in (("GatedRepoError", PermissionError, "Accept the terms"),
-                               ("RepositoryNotFoundError", FileNotFoundError, "Check the name")):
-        def refuse(*args, kind=kind, **kwargs):
-            kind = getattr(huggingface_hub.errors, kind)
-            raise kind.__new__(kind)  # their constructors want a response of whichever library they use
-        monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", refuse)
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "HUB_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(ConnectionError, match="(?s)cannot be reached .*timed out.* is not in the cache"):
+            texts(Source("hf:nobody/nothing"))
+        assert time.monotonic() - started < 5
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """answers(sha=...), answers(error=...): what Hugging Face says of a data set from now on; gives what was asked."""
+    import datasets
+    import huggingface_hub
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    asked = []
+
+    def error_of(kind):  # their constructors want a response of whichever library they use
+        kind = getattr(huggingface_hub.errors, kind)
+        return kind.__new__(kind)
+
+    def answer(error="", gated=False, **info):
+        def dataset_info(self, name, *, revision, timeout):
+            asked.append(revision)
+            if error:
+                raise error_of(error)
+            return types.SimpleNamespace(gated=gated, sha=info["sha"] if revision in (None, "main") else revision)
+
+        def auth_check(self, name, repo_type):
+            raise error_of("GatedRepoError")
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+        monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", auth_check)
+        return asked
+    return answer
+
+
+def test_hub_that_is_gated_or_absent(answers):
+    """What to do about it, said at once."""
+    for answer, error, words in ((dict(gated="auto", sha="a" * 40), PermissionError, "Accept the terms"),
+                                 (dict(error="RepositoryNotFoundError"), FileNotFoundError, "Check the name"),
+                                 (dict(error="RevisionNotFoundError"), FileNotFoundError, "has no revision v9")):
+        answers(**answer)
         with pytest.raises(error, match=words):
-            texts(Source("hf:some/set"))
+            texts(Source("hf:some/set@v9"))
+
+
+def test_hub_is_read_at_one_commit(hub, answers, monkeypatch):
+    """The commit that a branch has when the run begins is the one that is read, recorded and continued with."""
+    import datasets
+    load, loaded = datasets.load_dataset_builder, []
+
+    def load_dataset_builder(name, config, *, data_dir, revision):
+        loaded.append(revision)
+        builder = load(hub[0][3:], config)
+        builder.hash = revision
+        return builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    old, new = "a" * 40, "b" * 40
+    asked = answers(sha=old)
+    found = documents(Reader(Source("hf:some/set@main::train")))
+    assert [text for text, _, _ in found] == hub[1] and {after["commit"] for _, _, after in found} == {old}
+    answers(sha=new)
+    assert texts(Source("hf:some/set@main::train"), after=found[99][2]) == hub[1][100:]
+    assert documents(Reader(Source("hf:some/set")))[0][2]["commit"] == new
+    assert asked == ["main", old, None] and loaded == [old, old, new]
+    asked[:] = loaded[:] = []
+    texts(Source(f"hf:some/set@{old}"))
+    assert asked == loaded == [old]
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_hub_offline_reads_what_is_cached(hub, tmp_path, monkeypatch, variable):
+    """With either variable nothing is asked of the network; the cached commit is read, recorded, and checked."""
+    import datasets
+    import huggingface_hub
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", variable == "HF_HUB_OFFLINE")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # set by both
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *args, **kwargs: pytest.fail("asked"))
+    datasets.load_dataset("parquet", data_dir=hub[0][3:], cache_dir=str(tmp_path / "made"))
+    made, commit = next((tmp_path / "made").glob("parquet/*/*/*/dataset_info.json")).parent, "c" * 40
+    cached = tmp_path / "cache" / "nobody___set" / "default" / "0.0.0" / commit
+    shutil.copytree(made, cached)
+    (cached / "parquet-train.arrow").rename(cached / "set-train.arrow")
+    info = json.loads((cached / "dataset_info.json").read_text()) | {"config_name": "default", "dataset_name": "set"}
+    (cached / "dataset_info.json").write_text(json.dumps(info))
+    found = documents(Reader(Source("hf:nobody/set")))
+    assert [text for text, _, _ in found] == hub[1] and found[0][2]["commit"] == commit
+    assert texts(Source("hf:nobody/set"), after=found[1234][2]) == hub[1][1235:]
+    assert texts(Source(f"hf:nobody/set@{commit}"))[:1] == hub[1][:1]
+    with pytest.raises(ValueError, match="is c{40} here; d{40} is needed"):
+        texts(Source(f"hf:nobody/set@{'d' * 40}"))
+    with pytest.raises(ValueError, match="is c{40} here; e{40} is needed"):
+        texts(Source("hf:nobody/set"), after=found[0][2] | {"commit": "e" * 40})
 
 
 # ---- filters
