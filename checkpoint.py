@@ -91,7 +91,7 @@ class ShardedSaves:
         self.finish()
         optim = _optimizer_state(model, optimizers)
         tensors = {key: t.detach() for key, t in model.state_dict().items()} | {
-            f"{OF_OPTIM}{key}/{name}": value for name, entry in optim.items() for key, value in entry["state"].items()}
+            f"{OF_OPTIM}{name}/{key}": value for name, entry in optim.items() for key, value in entry["state"].items()}
         sharded = {"kinds": {name: entry["kind"] for name, entry in optim.items()}, "scaler": _scaler_state(scaler)}
         facts = {"model": model_cfg, "train": train_cfg, "sharded": sharded, **state}
         writing, first = contextlib.ExitStack(), dist.get_rank() == 0

@@ -1,12 +1,15 @@
 """Ranks that hold parts of one model train it as one process does, and what they saved anyone goes on from."""
 
 import hashlib
+import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import runs
 import torch
+from safetensors.torch import load_file
 from test_parallel import in_fp32, run_ranks
 
 import checkpoint
@@ -114,6 +117,122 @@ def test_bf16_is_autocast(data, single, tmp_path):
     one, two = ([line["loss"] for line in runs.log(run, key="loss")] for run in (single(**changes), out))
     assert two[0] == pytest.approx(one[0], rel=1e-6) and two == pytest.approx(one, rel=2e-3)
     assert {t.dtype for t in weights(out).values()} == {torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What they save
+
+
+def stop_after_one_step():
+    stop_after(1)
+
+
+def stop_after_three_steps():
+    stop_after(3)
+
+
+def stop_after(n, signal=15, rank=None):
+    in_fp32()
+    schedule, taken = train.schedule, []
+
+    def stop(*args):
+        taken.append(None)
+        if len(taken) == n and read_ranks().rank in (rank, *([0] if rank is None else [])):
+            os.kill(os.getpid(), signal)
+        return schedule(*args)
+    train.schedule = stop
+
+
+def shards(run) -> dict:
+    return {f"{file.name} {key}": tensor for file in (Path(run) / "ckpt_last").glob("shard-*")
+            for key, tensor in load_file(file).items()}
+
+
+def test_resume_in_the_same_layout_is_exact(data, tmp_path):
+    """3 + 2 steps on two ranks are 5, bit for bit, dropout and the log too."""
+    changes = SAME | dict(dp="fsdp", dropout=0.1)
+    straight = run_ranks(data, tmp_path / "straight", prepare=in_fp32, **changes)
+    stopped = run_ranks(data, tmp_path / "parts", prepare=stop_after_three_steps, **changes)
+    assert runs.progress(stopped)["step"] == 3
+    run_ranks(data, tmp_path / "parts", "--init_from=resume", prepare=in_fp32, **changes)
+    one, two = shards(straight), shards(stopped)
+    assert one.keys() == two.keys() and [key for key in one if not torch.equal(one[key], two[key])] == []
+    assert runs.log(straight) == runs.log(stopped) and runs.progress(straight) == runs.progress(stopped)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_resume_across_layouts(data, single, tmp_path, monkeypatch, optimizer):
+    """One process, two sharded ranks, four, two replicas, one process: a step each, and it is still the same run."""
+    changes, resume = SAME | dict(optimizer=optimizer), "--init_from=resume"
+    run = run_ranks(data, tmp_path, prepare=stop_after_one_step, n=1, **changes)
+    for n, dp in ((2, "fsdp"), (4, "fsdp"), (2, "ddp")):
+        run_ranks(data, tmp_path, resume, prepare=stop_after_one_step, n=n, dp=dp, **changes)
+        assert (run / "ckpt_last/model.safetensors").exists() == (dp == "ddp")
+    monkeypatch.setattr(optim, "fastest_matmul_dtype", lambda device: torch.float32)
+    runs.run(data, run, init_from="resume", **changes)
+    assert_close(single(optimizer=optimizer), run)
+
+
+def test_saves_run_beside_training(data, single, tmp_path):
+    """Every step saved while the next ones run: each checkpoint holds its own step, whole, in every copy kept."""
+    out = run_ranks(data, tmp_path, prepare=in_fp32, dp="fsdp", **SAME | dict(save_interval=1, keep=9))
+    one = single(save_interval=1, keep=9)
+    for step in range(1, 6):
+        name = f"ckpt_step_{step:07}"
+        assert runs.progress(out, name)["step"] == step
+        a, b = weights(one / name), weights(out / name)
+        for key in a:
+            torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-5)
+    assert not list(out.glob("*.new"))
+
+
+def kill_rank_1_in_step_3():
+    stop_after(3, signal=9, rank=1)
+
+
+def test_a_killed_rank_ends_the_job(data, tmp_path):
+    """The other one cannot go on and does not wait; what was saved before is whole, and one process goes on from it."""
+    changes = SAME | dict(save_interval=1, dp="fsdp", eval_interval=0)
+    processes = runs.start_ranks(2, runs.settings(data, tmp_path / "run", **changes), tmp_path / "output",
+                                 prepare=kill_rank_1_in_step_3)
+    codes = runs.finish(*processes, timeout=30)
+    assert codes[0] not in (0, None) and codes[1] == -9
+    assert runs.progress(tmp_path / "run")["step"] in (1, 2)
+    assert runs.progress(runs.run(data, tmp_path / "run", init_from="resume", **changes))["step"] == 5
+
+
+def damage(folder, change):
+    file = sorted(folder.glob("shard-*"))[1]
+    file.write_bytes(change(file.read_bytes()))
+    return file.name
+
+
+@pytest.mark.parametrize("change, says", [(lambda b: b[:-1] + bytes([b[-1] ^ 1]), "sha256"),
+                                          (lambda b: b[:-4], "bytes")])
+def test_damage_is_named(data, tmp_path, sharded_run, change, says):
+    shutil.copytree(sharded_run / "ckpt_last", tmp_path / "ckpt_last")
+    name = damage(tmp_path / "ckpt_last", change)
+    with pytest.raises(ValueError, match=f"{name}.*{says}"):
+        checkpoint.load_model(tmp_path)
+    with pytest.raises(ValueError, match=f"{name}.*{says}"):
+        model = train.GPT(runs.settings(data, "-")[0])
+        checkpoint.load_optimizers(tmp_path, model, optim.make_optimizers(model))
+
+
+@pytest.fixture(scope="session")
+def sharded_run(data, tmp_path_factory):
+    return run_ranks(data, tmp_path_factory.mktemp("sharded"), dp="fsdp", **SAME | dict(max_steps=1, warmup_steps=1))
+
+
+def test_everything_reads_a_sharded_run(data, sharded_run, tiny):
+    """Weights in another format on the way; what does not fit is refused as from one file."""
+    model, _, state = checkpoint.load_model(sharded_run, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and state["progress"]["step"] == 1
+    with pytest.raises(ValueError, match="missing: head.weight .the file's tables are tied"):
+        checkpoint.load_weights(train.GPT(runs.settings(data, "-", tie_embeddings=False)[0]), sharded_run)
+    model = train.GPT(runs.settings(data, "-")[0])
+    with pytest.raises(ValueError, match="blocks.0.attn.wq.weight is Muon's, the run uses AdamW"):
+        checkpoint.load_optimizers(sharded_run, model, optim.make_optimizers(model, optimizer="adamw"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
