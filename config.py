@@ -310,6 +310,7 @@ class TrainConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N, mps
     dtype: typing.Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    tp: int = 1  # processes that hold one model together (tensor_parallel.py); the number of all is a multiple of it
     dp: typing.Literal["ddp", "fsdp"] = "ddp"  # several processes: a whole model in each, or a part of it
     remat: typing.Literal["none", "block", "selective"] = "none"  # keep less of a block, compute it again in backward
     compile: bool = True  # torch.compile the block, once for all layers
@@ -323,7 +324,7 @@ class TrainConfig:
         """Every impossible setting, as sentences a user can act on."""
         found = []
         for name in ("seq_len", "micro_batch_size", "batch_tokens", "max_steps", "muon_lr", "adamw_lr", "max_bad_steps",
-                     "eval_tokens"):
+                     "eval_tokens", "tp"):
             if not getattr(self, name) > 0:
                 found.append(f"{name} ({getattr(self, name)}) must be positive.")
         for name in ("log_interval", "eval_interval", "save_interval", "sample_interval", "warmup_steps", "grad_clip",

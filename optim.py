@@ -46,8 +46,12 @@ def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, ad
     made = []
     if matrices:
         made.append(Muon(matrices, lr=muon_lr, weight_decay=weight_decay))
-    groups = [{"params": params, "weight_decay": decay} for params, decay in ((tables, weight_decay), (vectors, 0.0))
-              if params]
+    groups = {}  # by decay, and by what the parameters lie on: one call does not take parts and whole tensors
+    for params, decay in ((tables, weight_decay), (vectors, 0.0)):
+        for name, p in params:
+            key = decay, getattr(p, "device_mesh", None)
+            groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append((name, p))
+    groups = list(groups.values())
     if groups:
         fused = all(p.device.type in ("cpu", "cuda") for group in groups for _, p in group["params"])
         made.append(AdamW(groups, lr=adamw_lr, betas=betas, eps=1e-8, fused=fused))

@@ -23,6 +23,7 @@ no rank goes where another does not.  Tested with gloo on CPU; with nccl none of
 
 import copy
 import functools
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import tensor_parallel
 from model import GPT, compile_or_not
 
 
@@ -124,10 +126,16 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
     weights that a whole one would have drawn from the same random state; another one is moved there.
     """
     sharded = dp == "fsdp" and ranks.dp_size > 1
+    if ranks.tp > 1 and dtype == torch.float16:
+        raise ValueError("dtype is float16, whose loss scaling would differ between the parts of a matrix. With tp "
+                         f"({ranks.tp}) use --dtype=bfloat16 or float32.")
     if next(model.parameters()).is_meta:
         draw_defaults(model)
     else:
         model.to(device)
+    if ranks.tp > 1:
+        tensor_parallel.apply(model, ranks.mesh["tp"])
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two dimensions, two sums
     if remat != "none":
         for block in model.blocks:
             block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
@@ -147,7 +155,7 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
             full = torch.empty(p.shape, dtype=p.dtype)
             model.init_weight(name, full)
             fill(p, full)
-    if sharded or ranks.dp_size == 1:
+    if sharded or ranks.dp_size == 1 or ranks.tp > 1:  # DDP knows no parts: see finish_gradients
         return model
     return torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
@@ -159,6 +167,18 @@ def sync_gradients(replica, now: bool):
         replica.set_requires_gradient_sync(now)
     elif isinstance(replica, torch.nn.parallel.DistributedDataParallel):
         replica.require_backward_grad_sync = now
+
+
+def finish_gradients(model, ranks: Ranks):
+    """After a step's last backward: the sums that neither DDP nor FSDP takes where tensor parallelism is."""
+    if ranks.tp == 1:
+        return
+    tensor_parallel.sum_shared_gradients(model, ranks.mesh.get_group("tp"))
+    if ranks.dp_size > 1 and not hasattr(model, "set_requires_gradient_sync"):
+        grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        for sent in [dist.all_reduce(grad, group=ranks.mesh.get_group("dp"), async_op=True) for grad in grads]:
+            sent.wait()
+        torch._foreach_div_(grads, ranks.dp_size)
 
 
 @torch.no_grad()
@@ -173,7 +193,8 @@ def whole(model, compile: bool = False):
         return model
     with torch.device("meta"):
         put_together = GPT(model.cfg)
-    put_together.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()}, assign=True)
+    put_together.load_state_dict({name: p.full_tensor() if is_sharded(p) else p
+                                  for name, p in model.named_parameters()}, assign=True)
     for block in put_together.blocks if compile else ():
         block.forward = compile_or_not(block.forward)
     return put_together

@@ -73,7 +73,8 @@ def plan(cfg: ModelConfig, tp: int) -> str:
 def apply(model: GPT, mesh):
     """Cut a built model, in place, over the ranks of a 1-D device mesh; all ranks call it, with the same weights.
 
-    Parameters that are cut become DTensors over `mesh`.  Call it before FSDP or DDP and before optimizers are made.
+    Parameters that are cut become DTensors over `mesh`.  Call it before FSDP and before optimizers are made.  What is
+    left is for training: forward needs targets, and parallel.whole gives the model that can be sampled from.
     Raises ValueError with all `problems`.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -100,7 +101,6 @@ def apply(model: GPT, mesh):
     group = mesh.get_group()
     model.embed.forward = functools.partial(_lookup, model.embed, group)
     model.cross_entropy = functools.partial(cross_entropy, group=group)
-    model.logits = functools.partial(_logits, model, group)
 
 
 def sum_shared_gradients(model: GPT, group):
@@ -156,15 +156,6 @@ def _lookup(embed, group, ids):
     foreign = (ids < 0) | (ids >= len(table))
     x = F.embedding(ids.masked_fill(foreign, 0), table)
     return _Sum.apply(x.masked_fill(foreign[..., None], 0), group)
-
-
-def _logits(model, group, hidden):
-    """GPT.logits, for sampling: hidden (..., C) -> (..., vocab_size) fp32, whole on every rank."""
-    part = F.linear(hidden, _local(model.head_weight).to(hidden.dtype)).float()
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    logits, cap = torch.cat(parts, dim=-1)[..., :model.cfg.vocab_size], model.cfg.logit_softcap
-    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 # ---------------------------------------------------------------------------------------------------------------------

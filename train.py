@@ -30,6 +30,8 @@ from tqdm import tqdm
 
 import checkpoint
 import hf
+import parallel
+import tensor_parallel
 from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from data import Batches, TokenData, iterate_windows
 from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
@@ -46,7 +48,7 @@ class RunFailed(RuntimeError):
 
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
     """Problems that span both dataclasses and the number of ranks."""
-    found, dp_size = [], read_ranks().dp_size
+    found, dp_size = [], read_ranks(cfg.tp).dp_size
     if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
         found.append("tensorboard is asked for, but the package is not installed. Install it (pip install tensorboard) "
                      "or leave out --tensorboard.")
@@ -70,7 +72,7 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig, typed: list[str] | None = None
 
     typed: the command line, for the one that goes on; without it that one names the run folder's config.json.
     """
-    ranks = read_ranks()
+    ranks = read_ranks(cfg.tp)
     with contextlib.ExitStack() as at_exit:
         train(model_cfg, cfg, ranks, at_exit, resume_command(typed or ["train.py", f"{cfg.out_dir}/config.json"]))
     disconnect(ranks)  # at a clean end only: after an exception the others may be waiting elsewhere
@@ -160,12 +162,14 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if state["step"] >= cfg.max_steps:
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
-    sharded = cfg.dp == "fsdp" and ranks.dp_size > 1
+    sharded = cfg.tp > 1 or cfg.dp == "fsdp" and ranks.dp_size > 1
     with torch.device("meta" if sharded else "cpu"):  # meta: no process ever holds the whole
         model = GPT(model_cfg)
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
     replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile)
+    if cfg.tp > 1:
+        say(tensor_parallel.plan(model_cfg, cfg.tp))
     if theirs is not None:  # `model` is the bare module or its shards: evaluation, samples, checkpoints
         for name, tensor in theirs.state_dict().items():
             fill(model.get_parameter(name), tensor)
@@ -307,6 +311,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             # divided by what the step holds, not per micro-batch: each token weighs the same; averaged over ranks
             scaler.scale(nats * (ranks.dp_size / cfg.batch_tokens)).backward()
             totals += torch.stack((nats.detach(), (y != -100).sum()))
+        parallel.finish_gradients(model, ranks)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         ranks.sum(totals)

@@ -273,7 +273,7 @@ def test_a_leftover_rank_is_harmless(data, tmp_path, monkeypatch):
 
 def test_batch_that_does_not_divide(data, tmp_path, monkeypatch):
     """Refused before any group is joined, with the numbers and the nearest that work: F03."""
-    monkeypatch.setattr(train, "read_ranks", lambda: Ranks(0, 0, 3))
+    monkeypatch.setattr(train, "read_ranks", lambda tp: Ranks(0, 0, 3))
     found = train.check(*runs.settings(data, tmp_path))
     said = "batch_tokens ({}) must be a multiple of seq_len * micro_batch_size * ranks (32 * 2 * 3 = 192). "
     assert found == [said.format(256) + "Set it to 192 or 384."]
