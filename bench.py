@@ -73,7 +73,8 @@ from optim import make_optimizers
 from shards import write_meta, write_shard
 
 ROOT = Path(__file__).resolve().parent
-MATMUL_SIZE, READ_BYTES = {"cpu": 2048, "cuda": 8192}, 1 << 30  # of what is timed for the ceilings; beyond any cache
+# What is timed for the ceilings: far beyond any cache, and long against starting a kernel
+MATMUL_SIZE, READ_BYTES = {"cpu": 2048, "cuda": 8192}, {"cpu": 1 << 30, "cuda": 8 << 30}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring
@@ -134,21 +135,21 @@ def peak_mib(call, device) -> float | None:
 
 def matmul_rate(device, dtype) -> float:
     """FLOP/s of one large square matmul, the machine's practical ceiling."""
-    size = MATMUL_SIZE.get(device.type, 2048)
+    size = MATMUL_SIZE[device.type]
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     out = torch.empty_like(a)
-    return 2 * size**3 / statistics.median(seconds(lambda: torch.mm(a, b, out=out), device, 5))
+    return 2 * size**3 / statistics.median(seconds(lambda: torch.mm(a, b, out=out), device, 9))
 
 
 def read_rate(device) -> float:
     """Bytes/s at which one large tensor is summed: as fast as weights can be read."""
-    x = torch.ones(READ_BYTES // 4, device=device)
+    x = torch.ones(READ_BYTES[device.type] // 4, device=device)
     return x.nbytes / statistics.median(seconds(x.sum, device, 5))
 
 
 def copy_rate(device) -> float:
     """Bytes/s, read and written, of copying one large tensor."""
-    a, b = torch.ones(2, READ_BYTES // 8, device=device)
+    a, b = torch.ones(2, READ_BYTES[device.type] // 8, device=device)
     return 2 * a.nbytes / statistics.median(seconds(lambda: a.copy_(b), device, 5))
 
 
@@ -203,9 +204,9 @@ def print_table(what: str, device, header: list[str], body: list[list]):
     columns = [[x if isinstance(x, str) else "" if x is None else f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
                 for x in column] for column in columns]
     widths = [max(map(len, column)) for column in columns]
-    for cells in (*zip(*columns, strict=True),):
+    for i, cells in enumerate(zip(*columns, strict=True)):
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |")
-        if cells[1] == header[1]:
+        if i == 0:
             print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
 
 
@@ -444,6 +445,7 @@ def step_row(args, device):
     with tempfile.TemporaryDirectory() as folder:
         batches = step_batches(folder, model_cfg, cfg, device)
         first, _, _, loss = step(batches)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         reset_peak(device)
         step(batches)
         times = [step(batches) for _ in range(args.repeats)]
@@ -454,7 +456,8 @@ def step_row(args, device):
     tokens = cfg.micro_batch_size * cfg.seq_len
     print(json.dumps(dict(
         row=args.row, tok_per_s=tokens / total, seconds=total, seconds_min=min(times)[0], seconds_max=max(times)[0],
-        first_seconds=first, optimizer_seconds=optimizer, data_wait=wait / total, peak_mib=peak_since(imported, device),
+        first_seconds=first, recompiled=torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
+        optimizer_seconds=optimizer, data_wait=wait / total, peak_mib=peak_since(imported, device),
         state_mib=round((2 * sum(p.nbytes for p in params) + moments) / 2**20, 1), loss=loss, flops_per_token=flops)))
 
 
@@ -720,15 +723,15 @@ def gpu_parts(args, device) -> list[tuple[str, list[str], str]]:
              step_part(f"step, 32 x {cfg.seq_len}", "ours", "--micro_batch_size=32"),
              step_part(f"step, 16 x {cfg.seq_len}, document masks", "ours", "--doc_mask=true"),
              step_part(f"step, 16 x {cfg.seq_len}, Muon", "ours", "--optimizer=muon"),
-             ("sample, batch 1 and 64", ["sample", *common, "--batch=64", *args.settings], "ours bf16")]
-    parts += [step_part(f"step, 16 x {cfg.seq_len}, {row}", row) for row in step_rows(cfg)
+             ("sample, batch 1 and 64", ["sample", *common, "--batch=64", *args.settings], "ours bf16"),
+             step_part(f"step, 32 x {cfg.seq_len}, document masks, Muon: the recipe", "ours", "--micro_batch_size=32",
+                       "--doc_mask=true", "--optimizer=muon")]
+    parts += [step_part(f"step, 16 x {cfg.seq_len}, {row}", row) for row in reversed(step_rows(cfg))
               if row.endswith("compiled") and not row.startswith("GPT-2")]
-    parts += [(f"head, {n} tokens, {row}", [
+    return parts + [(f"head, {n} tokens, {row}", [
         "head", *common, f"--n_tokens={n}", f"--d_model={model_cfg.d_model}", f"--vocab={model_cfg.padded_vocab_size}",
         f"--dtype={'bfloat16' if cfg.dtype == 'auto' else cfg.dtype}"], row)
         for row in ("ours", "compiled naive", *list(head_rows(device))[3:-1])]
-    return parts + [step_part(f"step, 32 x {cfg.seq_len}, document masks, Muon: the recipe", "ours",
-                              "--micro_batch_size=32", "--doc_mask=true", "--optimizer=muon")]
 
 
 def gpu_row(args, device):
@@ -744,7 +747,7 @@ def gpu(args):
     body, start, ceilings, failed = [], time.monotonic(), {}, False
     for what, command, row in gpu_parts(args, device):
         left = args.minutes * 60 - (time.monotonic() - start)
-        x = run_row(command, row, timeout=left) if left > 5 else dict(row=row, failed="no time left")
+        x = run_row(command, row, timeout=min(left, 150)) if left > 5 else dict(row=row, failed="no time left")
         failed |= "failed" in x
         if row == "ceilings":
             ceilings = x
