@@ -338,7 +338,8 @@ def find(path, which: str | None = None) -> Path:
             return folder
     there = sorted(str(p) for p in (path.parent if names == [path] else path).glob("ckpt_*"))
     raise FileNotFoundError(f"{names[0]} not found.\n  A checkpoint is needed, as train.py writes them. " + (
-        f"There is: {', '.join(there)}." if there else "Train one: python train.py configs/demo.py"))
+        f"There is: {', '.join(there)}." if there else f"From Hugging Face's: python convert.py import {path} "
+        "out/NAME" if any(path.glob("*.safetensors")) else "Train one: python train.py configs/demo.py"))
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:

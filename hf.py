@@ -23,6 +23,7 @@ and the whole vocabulary; one that differs anywhere is refused, because wrong id
 import json
 import random
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -496,6 +497,7 @@ def save_folder(model: GPT, tokenizer: Tokenizer, folder) -> None:
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     save_file(to_theirs(model, GPT2 if cfg.pos == "learned" else LLAMA), folder / "model.safetensors",
               metadata={"format": "pt"})
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes for its owner only
 
 
 def with_zero_biases(model: GPT) -> GPT:

@@ -57,6 +57,7 @@ def test_export_is_the_same_model_elsewhere(tmp_path, words, architecture, chang
     other, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert type(other).__name__ == architecture
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1  # who may read one may read all
     n, tied = words.vocab_size, model.cfg.tie_embeddings
     assert n % 64 and other.config.vocab_size == n == len(other.get_input_embeddings().weight)
     assert other.config.tie_word_embeddings is tied and ("lm_head.weight" in load_file(
@@ -374,7 +375,8 @@ def test_a_folder_from_elsewhere_is_finetuned_and_leaves_again(tmp_path, words, 
     prompt = words(words.bos_token + "de\u0301f main(", return_tensors="pt")
     theirs = other.generate(**prompt, max_new_tokens=20)[0, prompt["input_ids"].shape[1]:]
     assert theirs.tolist() == [int(i) for i in ids.split()] and len(theirs) == 20
-    for source, named in ((f"hf:{tmp_path / 'nowhere'}", "hf download"), (f"hf:{tmp_path}", "config.json not found")):
+    for source, named in ((f"hf:{tmp_path / 'nowhere'}", "hf download"), (folder, "convert.py import"),
+                          (f"hf:{tmp_path}", "config.json not found")):
         with pytest.raises(SystemExit) as leave:
             command(train, *train_it, f"--init_from={source}")
         assert leave.value.code == 2 and named in capsys.readouterr().err
