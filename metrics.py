@@ -166,6 +166,11 @@ def read_log(path) -> list[dict]:
     return lines
 
 
+def printable(text: str) -> str:
+    """A model's text with U+FFFD for what a console would obey and a page cannot hold."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs"}  # key of the log -> what it counts
 
 

@@ -35,10 +35,11 @@ import tensor_parallel
 from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from data import Batches, TokenData, iterate_windows
 from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
-from metrics import RunLog, evaluate
+from metrics import RunLog, evaluate, printable
 from model import GPT, ModelConfig, flops_per_token, generate, num_params
 from optim import lr_scale, make_optimizers
 from parallel import connect, disconnect, fill, local, parallelize, read_ranks, sync_gradients, total_norm, whole
+from report import write_report
 from tokenizer import Tokenizer
 
 
@@ -196,6 +197,13 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main, run_id=state["wandb_id"],
                  wandb_project=cfg.wandb_project, tensorboard=cfg.tensorboard, config=to_dict((model_cfg, cfg)))
     at_exit.callback(log.close)
+
+    def report():
+        with log.forgive("report.html"):
+            write_report(out_dir, model_cfg, cfg, step=state["step"], device=device, dtype=dtype,
+                         n_ranks=ranks.world_size, resume=resume)
+    if main:
+        at_exit.callback(report)
     state["wandb_id"] = log.run_id
     counts, flops = num_params(model_cfg), flops_per_token(model_cfg, cfg.seq_len)["causal"]
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype)
@@ -254,8 +262,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                            temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
             text = tokenizer.decode(ids)
             log.write(step=state["step"], sample=text)
-            text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # it may be anything
-            say(f"--- sample at step {state['step']}\n{text}\n---")
+            say(f"--- sample at step {state['step']}\n{printable(text)}\n---")
 
     bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
                disable=None if main else True)  # None: only on a terminal
@@ -358,7 +365,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
         elif step == first_step:  # it compiles and warms up: no part of the average
             clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
-    # 9. close: at_exit draws the curve, closes the log, ends the threads and gives the signals back ------------------
+    # 9. close: at_exit writes report and curves, closes the log, ends the threads, gives the signals back ------------
 
 
 def resume_command(typed: list[str]) -> str:

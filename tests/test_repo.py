@@ -21,6 +21,7 @@ PARTS = {  # what each part may import of ours; commands may import any part, no
     "sources": {"tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},
     "embeddings": {"config"}, "tensor_parallel": {"model"}, "tasks": {"hf", "device"},
     "peers": {"checkpoint", "hf", "model", "tokenizer"},
+    "report": {"config", "device", "metrics", "model"},
 }
 FILES = sorted(ROOT.glob("*.py"))
 

@@ -64,7 +64,8 @@ def test_log(plain):
 def test_files(plain):
     """config.json repeats the run, the curve is a picture, and nothing temporary is left."""
     assert sorted(p.name for p in plain.iterdir()) == [
-        "ckpt_best", "ckpt_last", "ckpt_step_0000008", "ckpt_step_0000012", "config.json", "log.jsonl", "loss.png"]
+        "ckpt_best", "ckpt_last", "ckpt_step_0000008", "ckpt_step_0000012", "config.json", "log.jsonl", "loss.png",
+        "report.html"]
     assert (plain / "loss.png").read_bytes().startswith(b"\x89PNG")
     model_cfg, cfg = load((ModelConfig, TrainConfig), [str(plain / "config.json")])
     assert (model_cfg.d_model, cfg.batch_tokens, cfg.out_dir) == (32, 256, str(plain))
