@@ -40,6 +40,7 @@ def parse(argv):
     instead.add_argument("--embeddings", action="store_true", help="report on the embedding table instead")
     p.add_argument("--words", nargs="+", default=(), metavar="WORD", help="with --embeddings: whose neighbours to show")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    p.add_argument("--quant", choices=["int8"], help="also with weights of 8 bits, as sample.py --quant has them")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (auto)")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16: of the matmuls (auto)")
     args = p.parse_args(argv)
@@ -49,6 +50,8 @@ def parse(argv):
     if args.words and not args.embeddings:
         p.error("--words belongs to --embeddings.")
     asked = args.choices or args.tasks
+    if args.quant and (asked or args.embeddings):
+        p.error("--quant belongs to the held-out loss.")
     if args.limit and not asked:
         p.error("--limit belongs to --choices and --tasks.")
     if asked and (args.data or args.max_tokens or args.seq_len):
@@ -98,8 +101,11 @@ def held_out(args, model, tokenizer, trained: dict, seq_len: int, device) -> dic
                                                                    data.n_windows)
     windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
     bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
-    return evaluate(model, bar, tokenizer.token_bytes(), device=device, dtype=pick_dtype(args.dtype, device),
-                    boundary_id=tokenizer.boundary_id if trained.get("doc_mask") else None)
+    result = evaluate(model, bar, tokenizer.token_bytes(), device=device, dtype=pick_dtype(args.dtype, device),
+                      boundary_id=tokenizer.boundary_id if trained.get("doc_mask") else None)
+    if not math.isfinite(result["loss"]):
+        raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
+    return result
 
 
 def answers(args, model, tokenizer, device) -> str:
@@ -191,12 +197,18 @@ def main():
         if args.choices or args.tasks:
             print(answers(args, model, tokenizer, device))
             return
-        r = held_out(args, model, tokenizer, trained, seq_len, device)
-        if not math.isfinite(r["loss"]):
-            raise ValueError(f"the loss is {r['loss']}: the weights are damaged. Try an earlier checkpoint.")
-        bpb = "no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte"
-        print(json.dumps(r) if args.json else f"{args.split}: loss {r['loss']:.4f} nats per token | perplexity "
-              f"{r['ppl']:.2f} | {bpb} | {r['tokens']:,} tokens, {r['bytes']:,} bytes")
+        results = [held_out(args, model, tokenizer, trained, seq_len, device)]
+        if args.quant:
+            from model import quantize_int8
+            results.append(held_out(args, quantize_int8(model), tokenizer, trained, seq_len, device))
+            results[0]["quantized"] = results[1]
+        if args.json:
+            print(json.dumps(results[0]))
+            return
+        for name, r in zip((args.split, args.quant), results, strict=False):
+            bpb = "no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte"
+            print(f"{name}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | {bpb} | "
+                  f"{r['tokens']:,} tokens, {r['bytes']:,} bytes")
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:

@@ -321,6 +321,50 @@ class RMSNorm(nn.Module):
         return (y * self.weight).to(x.dtype)
 
 
+def linear(x, weight, bias=None):
+    """F.linear.  Compiled, for a single token on a CPU, written as a sum of products: it reads the weights at the speed
+    of the memory, where matmul kernels, made for many rows, reach half of it."""
+    if x.numel() > x.shape[-1] or x.device.type != "cpu" or not torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    y = (weight.float() * x.reshape(-1).float()).sum(-1)
+    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
+class Int8Linear(nn.Module):
+    """A linear of whole numbers: weights of 8 bits, one scale per row, rounded to nearest; activations as they come."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        scale = (linear.weight.float().abs().amax(1) / 127).clamp(min=1e-12)  # (out,)
+        self.register_buffer("weight", (linear.weight.float() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale.to(linear.weight.dtype))
+        self.bias = linear.bias
+
+    def forward(self, x):
+        # a kernel for few rows that does not check what it reads; many rows are unpacked first
+        if x.device.type == "cpu" and x.numel() <= 8 * x.shape[-1] and not any(n % 64 for n in self.weight.shape):
+            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale).view(*x.shape[:-1], -1)
+        else:
+            y = F.linear(x, self.weight.to(x.dtype)) * self.scale
+        return y if self.bias is None else y + self.bias
+
+
+def quantize_int8(model):
+    """Make the blocks' linears Int8Linear, in place, for inference; returns the model.  Table and head keep their
+    format: they are read by the row, or decide between close logits."""
+    for block in model.blocks:
+        for part in (block.attn, block.mlp):
+            for name, child in part.named_children():
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, Int8Linear(child))
+    return model
+
+
 def make_norm(cfg: ModelConfig) -> nn.Module:
     return RMSNorm(cfg.d_model, cfg.norm_eps) if cfg.norm == "rmsnorm" else nn.LayerNorm(
         cfg.d_model, cfg.norm_eps, bias=cfg.bias)
@@ -363,46 +407,193 @@ def _attend_in_halves(q, k, v, mask):
     return torch.cat(halves, dim=2).view(B, H, T, D)
 
 
+ATTEND_ROWS = 128  # queries per head in one block of scores: few enough to skip most future keys, measured
+
+
+def _softmax_block(scores, mask, groups: int, scale: float):
+    """scores (n, groups * t, S) of t queries to S keys, the last of which is the last query's own, become exp(scaled
+    score - largest) in place; -> their sum and log-sum-exp, (n, groups, t, 1) fp32.  mask (b, t, S) bool or None."""
+    n, rows, S = scores.shape
+    t = rows // groups
+    x = _seen(scores.view(n, groups, t, S).float() * scale, mask, -torch.inf)
+    top = x.amax(dim=-1, keepdim=True)
+    weights = torch.exp(x - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    scores.copy_(weights.view(n, rows, S))
+    return total, top + total.log()
+
+
+def _softmax_block_backward(scores, grads, mask, lse, delta, groups: int, scale: float):
+    """scores and the gradients of the weights (n, groups * t, S) become, in place, weights and gradients of scores.
+    lse, delta (n, groups, t, 1) fp32."""
+    n, rows, S = scores.shape
+    t = rows // groups
+    weights = _seen(torch.exp(scores.view(n, groups, t, S).float() * scale - lse), mask, 0.0)
+    grads.copy_((weights * (grads.view(n, groups, t, S).float() - delta) * scale).view(n, rows, S))
+    scores.copy_(weights.view(n, rows, S))
+
+
+def _seen(x, mask, otherwise: float):
+    """x (n, groups, t, S) where the query may see the key, `otherwise` elsewhere."""
+    n, groups, t, S = x.shape
+    if mask is None:
+        seen = torch.arange(S, device=x.device) <= torch.arange(S - t, S, device=x.device)[:, None]
+    else:
+        seen = mask[:, None].expand(-1, n // len(mask), -1, -1).reshape(n, 1, t, S)
+    return torch.where(seen, x, otherwise)
+
+
+@functools.cache
+def _compiled_blocks():
+    return torch.compile(_softmax_block, dynamic=True), torch.compile(_softmax_block_backward, dynamic=True)
+
+
+def _blocks(T: int, mask):
+    """(queries, keys, mask) of each block of queries: slices of positions, and what of the mask belongs to them."""
+    for start in range(0, T, ATTEND_ROWS):
+        end = min(start + ATTEND_ROWS, T)
+        yield slice(start, end), slice(0, end), None if mask is None else mask[:, 0, start:end, :end]
+
+
+@torch.library.custom_op("stack100m::attend", mutates_args=())
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> tuple[
+        torch.Tensor, torch.Tensor]:
+    """Causal attention for CPUs, as matmuls over blocks of queries: twice as fast, forward and backward, as
+    F.scaled_dot_product_attention, its plain twin, and like it without keeping scores for the backward pass.
+
+    q (B, H, T, D), k, v (B, K, T, D), mask None or bool (B or 1, 1, T, T) -> (B, H, T, D), lse (B*K, H/K, T, 1) fp32.
+    The query heads of one key head are rows of one matmul, the softmax is one compiled pass over a block that is still
+    in the cache, keys after a block's last query are never multiplied.  An operator of its own, so that the compiler of
+    the block around it neither looks inside nor keeps scores.
+    """
+    (B, H, T, D), K = q.shape, k.shape[1]
+    n, groups = B * K, H // K
+    out, lse = q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(n, groups, T, 1, dtype=torch.float32)
+    q, by_key = q.reshape(B, K, groups, T, D), out.view(B, K, groups, T, D)
+    k, v = k.reshape(n, T, D), v.reshape(n, T, D)
+    buffer = q.new_empty(n * groups * min(ATTEND_ROWS, T) * T)
+    for rows, keys, seen in _blocks(T, mask):
+        some = q[:, :, :, rows].reshape(n, -1, D)  # (n, groups * t, D)
+        scores = buffer[:some.shape[1] * n * keys.stop].view(n, -1, keys.stop)
+        torch.bmm(some, k[:, keys].transpose(1, 2), out=scores)
+        total, lse[:, :, rows] = _compiled_blocks()[0](scores, seen, groups, D**-0.5)
+        y = torch.bmm(scores, v[:, keys]).view(B, K, groups, -1, D)
+        torch.div(y, total.view(B, K, groups, -1, 1), out=by_key[:, :, :, rows])
+    return out, lse
+
+
+@attend.register_fake
+def _(q, k, v, mask):
+    (B, H, T, D), K = q.shape, k.shape[1]
+    return (q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(B * K, H // K, T, 1, dtype=torch.float32))
+
+
+@torch.library.custom_op("stack100m::attend_backward", mutates_args=())
+def attend_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+                    lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of attend: scores are computed again, block by block.  delta (B, H, T, 1): sum of grad * out."""
+    (B, H, T, D), K = q.shape, k.shape[1]
+    n, groups = B * K, H // K
+    dq, delta = q.new_empty(B, T, H, D).transpose(1, 2), delta.reshape(n, groups, T, 1)
+    q, grad, by_key = (x.reshape(B, K, groups, T, D) for x in (q, grad, dq))
+    keys_of, values = k.reshape(n, T, D), v.reshape(n, T, D)
+    dk, dv = (q.new_zeros(n, T, D, dtype=torch.float32) for _ in range(2))
+    buffer = q.new_empty(2, n * groups * min(ATTEND_ROWS, T) * T)
+    for rows, keys, seen in _blocks(T, mask):
+        some, some_grad = q[:, :, :, rows].reshape(n, -1, D), grad[:, :, :, rows].reshape(n, -1, D)
+        weights, dscores = buffer[:, :some.shape[1] * n * keys.stop].view(2, n, -1, keys.stop)
+        torch.bmm(some, keys_of[:, keys].transpose(1, 2), out=weights)
+        torch.bmm(some_grad, values[:, keys].transpose(1, 2), out=dscores)
+        _compiled_blocks()[1](weights, dscores, seen, lse[:, :, rows], delta[:, :, rows], groups, D**-0.5)
+        dv[:, keys] += torch.bmm(weights.transpose(1, 2), some_grad)
+        dk[:, keys] += torch.bmm(dscores.transpose(1, 2), some)
+        by_key[:, :, :, rows] = torch.bmm(dscores, keys_of[:, keys]).view(B, K, groups, -1, D)
+    return dq, dk.view(B, K, T, D).to(k.dtype), dv.view(B, K, T, D).to(v.dtype)
+
+
+@attend_backward.register_fake
+def _(grad, q, k, v, mask, lse, delta):
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _Attend(torch.autograd.Function):  # and not attend.register_autograd: the compiler's cache would not see edits
+    @staticmethod
+    def forward(ctx, q, k, v, mask):
+        out, lse = attend(q, k, v, mask)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        delta = (grad.float() * out.float()).sum(-1, keepdim=True)  # the compiler fuses it into its neighbours
+        return *attend_backward(grad, q, k, v, mask, lse, delta), None
+
+
 @functools.cache
 def _flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
     return torch.compile(flex_attention, dynamic=False)
 
 
+def _attend_once(q, k, v, mask):
+    """Attention of a single query, for the compiler to fuse.  q (B, H, 1, D), k, v (B, K, S, D), mask bool (B or 1, 1,
+    1, S) -> (B, H, 1, D)."""
+    B, H, _, D = q.shape
+    q = q.view(B, k.shape[1], -1, 1, D).float()  # (B, K, H/K, 1, D)
+    scores = (q * k[:, :, None].float()).sum(-1) / math.sqrt(D)  # (B, K, H/K, S)
+    weights = torch.where(mask, scores, -torch.inf).softmax(-1)
+    return (weights[..., None] * v[:, :, None].float()).sum(-2).to(v.dtype).view(B, H, 1, D)
+
+
 class KVCache:
-    """Keys and values of the tokens seen so far, for all layers: two tensors (L, B, K, S, D), filled up to `length`."""
+    """Keys and values of the tokens seen so far, for all layers: two tensors (L, B, K, S, D), filled up to `length`.
+
+    `still`: from now on every step is one token, attends to the whole buffer under a mask and finds its place in a
+    tensor, so that all steps are one program: for torch.compile and CUDA graphs.
+    """
 
     def __init__(self, cfg: ModelConfig, batch_size: int, max_len: int, device, dtype):
         shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_len, cfg.head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.length = 0  # the model advances it once, after the last layer
+        self.position = None  # (1,) once still: `length` as the programs see it
 
-    def update(self, layer: int, k, v):
-        """Write k, v (B, K, T, D) behind what is there; return all keys and values (B, K, S, D)."""
-        end = self.length + k.shape[2]
-        if end > self.k.shape[3]:
-            raise ValueError(f"the cache holds {self.k.shape[3]} tokens and {end} are needed. Make it larger.")
-        self.k[layer, :, :, self.length:end] = k
-        self.v[layer, :, :, self.length:end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+    def still(self):
+        self.position = torch.tensor([self.length], device=self.k.device)
+
+    def places(self, T: int):
+        """Positions of T new tokens (T,), and how many positions there are for them to attend to."""
+        end, size = self.length + T, self.k.shape[3]
+        if end > size:
+            raise ValueError(f"the cache holds {size} tokens and {end} are needed. Make it larger.")
+        if self.position is not None:
+            return self.position, size
+        return torch.arange(self.length, end, device=self.k.device), end
+
+    def advance(self, T: int):
+        self.length += T
+        if self.position is not None:
+            self.position += T
 
 
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.head_dim, self.dropout = cfg.head_dim, cfg.dropout
-        self.wq = nn.Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias)
-        self.wk = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
-        self.wv = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
-        self.wo = nn.Linear(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
+        self.wq = Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias)
+        self.wk = Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.wv = Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.wo = Linear(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
-    def forward(self, x, rope, mask, update_cache=None):
+    def forward(self, x, rope, mask, cache=None):
         """x (B, T, C); rope (cos, sin) or None; mask: None = causal, bool (B or 1, 1, T, S), or a BlockMask.
 
-        update_cache(k, v): this layer's keys and values, those of the past before the new ones.
+        cache: this layer's keys and values (B, K, S, D), and the positions (T,) in them that are x's.
         """
         B, T, _ = x.shape
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # (B, T, H, D); -1: a sharded wq has fewer heads
@@ -411,12 +602,14 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        if update_cache is not None:
-            k, v = update_cache(k, v)  # (B, K, S, D)
+        if cache is not None:
+            k, v = cache[0].index_copy_(2, cache[2], k), cache[1].index_copy_(2, cache[2], v)  # (B, K, S, D)
         gqa, dropout = q.shape[1] != k.shape[1], self.dropout if self.training else 0.0
-        short = 64 <= T <= 512 and update_cache is None and not dropout
-        if short and x.device.type == "cpu" and torch.compiler.is_compiling():
-            y = _attend_in_halves(q, k, v, mask)
+        compiling = torch.compiler.is_compiling() and not dropout
+        if compiling and cache is not None and T == 1:
+            y = _attend_once(q, k, v, mask)
+        elif compiling and cache is None and x.device.type == "cpu" and T >= 64:
+            y = _attend_in_halves(q, k, v, mask) if T <= 512 else _Attend.apply(q, k, v, mask)
         elif mask is None or isinstance(mask, torch.Tensor):
             # is_causal aligns top-left, right only without a past (T == S); one query (T == 1) needs no mask at all
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
@@ -429,9 +622,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.w_gate = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias) if cfg.mlp == "swiglu" else None
-        self.w_up = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias)
-        self.w_down = nn.Linear(cfg.d_ff, cfg.d_model, bias=cfg.bias)
+        self.w_gate = Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias) if cfg.mlp == "swiglu" else None
+        self.w_up = Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias)
+        self.w_down = Linear(cfg.d_ff, cfg.d_model, bias=cfg.bias)
 
     def forward(self, x):
         if self.w_gate is not None:
@@ -446,8 +639,8 @@ class Block(nn.Module):
         self.norm2, self.mlp = make_norm(cfg), MLP(cfg)
         self.drop = nn.Dropout(cfg.dropout)
 
-    def forward(self, x, rope, mask, update_cache=None):
-        x = x + self.drop(self.attn(self.norm1(x), rope, mask, update_cache))
+    def forward(self, x, rope, mask, cache=None):
+        x = x + self.drop(self.attn(self.norm1(x), rope, mask, cache))
         return x + self.drop(self.mlp(self.norm2(x)))  # (B, T, C)
 
 
@@ -488,20 +681,18 @@ class GPT(nn.Module):
         """(V, C): the table itself when tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def _mask(self, ids, docs, cache: KVCache | None):
-        """What a query may see, or None where "everything before it" says it all."""
-        (B, T), past = ids.shape, 0 if cache is None else cache.length
-        if docs is None and (past == 0 or T == 1):
-            return None
+    def _mask(self, where, size: int, docs, cached: bool):
+        """What queries at the positions `where` (T,) may see of `size` keys; None where that is all before them."""
+        T, device = len(where), where.device
         dropout = self.training and self.cfg.dropout > 0
-        if docs is not None and ids.device.type == "cuda" and cache is None and not dropout:  # FlexAttention has none
+        if docs is not None and device.type == "cuda" and not cached and not dropout:  # FlexAttention has no dropout
             from torch.nn.attention.flex_attention import create_block_mask
 
             def same_document(b, h, q, k):
                 return (q >= k) & (docs[b, q] == docs[b, k])
-            return create_block_mask(same_document, B, None, T, T, device=ids.device, _compile=True)
-        causal = torch.ones(T, past + T, dtype=torch.bool, device=ids.device).tril(past)[None, None]  # (1, 1, T, S)
-        return causal if docs is None else causal & (docs[:, None, past:, None] == docs[:, None, None])  # (B, 1, T, S)
+            return create_block_mask(same_document, len(docs), None, T, T, device=device, _compile=True)
+        causal = (torch.arange(size, device=device) <= where[:, None])[None, None]  # (1, 1, T, S)
+        return causal if docs is None else causal & (docs[:, None, where, None] == docs[:, None, None])  # (B, 1, T, S)
 
     def hidden(self, ids, *, docs=None, cache: KVCache | None = None):
         """Everything up to the final norm.  ids (B, T) -> (B, T, C).
@@ -515,12 +706,15 @@ class GPT(nn.Module):
                              "Shorten the input.")
         if ids.device.type == "cpu":  # elsewhere the check would wait for the device; data.py checks batches when made
             check_ids(ids, self.cfg.vocab_size)
-        mask = self._mask(ids, docs, cache)
-        positions = torch.arange(past + T, device=ids.device)  # (S,)
+        where, size = cache.places(T) if cache is not None else (torch.arange(T, device=ids.device), T)
+        mask = None
+        if docs is not None or size != T and (T > 1 or size != past + 1):
+            mask = self._mask(where, size, docs, cache is not None)
+        positions = where  # (T,)
         if docs is not None and self.pos_embed is not None:  # rotary scores depend on distances only
             first = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0), value=True)
-            positions = positions - torch.where(first, positions, 0).cummax(dim=1).values  # (B, S)
-        positions = positions[..., past:]  # (T,) or (B, T)
+            everywhere = torch.arange(size, device=ids.device)
+            positions = (everywhere - torch.where(first, everywhere, 0).cummax(dim=1).values)[:, where]  # (B, T)
         x = self.embed(ids)  # (B, T, C): row copies; equal to one_hot(ids) @ table at none of its cost
         if self.cfg.embed_scale:
             x = x * math.sqrt(self.cfg.d_model)
@@ -532,15 +726,15 @@ class GPT(nn.Module):
         x = self.drop(x)
         for i, block in enumerate(self.blocks):
             rotated = self.cfg.nope_every == 0 or (i + 1) % self.cfg.nope_every
-            update_cache = None if cache is None else functools.partial(cache.update, i)
-            x = block(x, rope if rotated else None, mask, update_cache)
+            past = None if cache is None else (cache.k[i, :, :, :size], cache.v[i, :, :, :size], where)
+            x = block(x, rope if rotated else None, mask, past)
         if cache is not None:
-            cache.length += T
+            cache.advance(T)
         return self.norm(x)
 
     def logits(self, hidden):
         """hidden (..., C) -> (..., vocab_size) fp32, soft-capped, without the pad rows."""
-        logits = F.linear(hidden, self.head_weight[:self.cfg.vocab_size].to(hidden.dtype)).float()
+        logits = linear(hidden, self.head_weight[:self.cfg.vocab_size].to(hidden.dtype)).float()
         cap = self.cfg.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -601,16 +795,54 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
     return torch.multinomial(probs, 1, generator=generator)
 
 
+def _decode_step(model: GPT, cache: KVCache, docs):
+    """A function of ids (B, 1) to logits (B, vocab_size), compiled; on CUDA recorded as one graph and replayed."""
+    for block in model.blocks:  # one program for all of them
+        block.compile(dynamic=False, options={"size_asserts": False})
+    head = _compiled_logits()
+
+    def step(ids):
+        return head(model, model.hidden(ids, docs=docs, cache=cache)[:, -1])
+    if model.embed.weight.device.type != "cuda":
+        return step
+    length, ids = cache.length, torch.zeros(cache.k.shape[1], 1, dtype=torch.long, device=cache.k.device)
+
+    def back():  # what a trial wrote is overwritten by the first true step
+        cache.length = length
+        cache.position.fill_(length)
+    for _ in range(2):  # compile and warm up outside of the recording
+        step(ids)
+        back()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step(ids)
+    back()
+
+    def replay(chosen):
+        ids.copy_(chosen)
+        graph.replay()
+        cache.length += 1  # the position moves in the graph
+        return logits
+    return replay
+
+
+@functools.cache
+def _compiled_logits():
+    return torch.compile(GPT.logits, dynamic=False)
+
+
 @torch.inference_mode()
 def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
              top_p: float = 1.0, min_p: float = 0.0, stop_ids=(), seed: int | None = None, use_cache: bool = True,
-             on_token=None) -> list[list[int]]:
+             compile: bool = False, on_token=None) -> list[list[int]]:
     """Continue each prompt; returns the new ids, without the stop id that ended a row.
 
     Prompts may differ in length: rows are padded on the left, as if by another document, so that a row's probabilities
     do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
     and goes on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same.
+    compile: one compiled program for all tokens after the first; it costs seconds, the first time, and pays for
+    hundreds of tokens.
     """
     limit = model.cfg.max_seq_len
     if max_new_tokens < 0:
@@ -630,24 +862,36 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
     contexts = [list(p[-limit:]) for p in prompts]
     new: list[list[int]] = [[] for _ in prompts]
     alive = [True] * len(prompts)
-    cache = None
+    cache = chosen = None
     was_training = model.training
     model.eval()
     try:
         for step in range(max_new_tokens if prompts else 0):
-            if cache is None or any(len(c) > limit for c in contexts):  # the first step, or a context has overflowed
+            if chosen is None or not use_cache or max(map(len, contexts)) > limit:  # the first step, or one overflows
                 contexts = [c[-max(limit // 2, 1):] if len(c) > limit else c for c in contexts]
-                cache = KVCache(model.cfg, len(prompts), min(limit, max(map(len, contexts)) + max_new_tokens - step),
-                                device, dtype) if use_cache else None
-            pads = [max(map(len, contexts)) - len(c) for c in contexts]
-            ids = torch.tensor([[0] * n + c for n, c in zip(pads, contexts, strict=True)], device=device)  # (B, S)
-            docs = None
-            if any(pads):  # they are a document of their own
-                docs = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).int().to(device)  # (B, S)
-            past = 0 if cache is None else cache.length
-            with torch.compiler.set_stance("force_eager"):  # lengths change every step: compiled blocks would recompile
-                h = model.hidden(ids[:, past:], docs=docs, cache=cache)[:, -1]  # (B, C)
-            chosen = sample_next(model.logits(h), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                longest = max(map(len, contexts))
+                size = min(limit, longest + max_new_tokens - step)
+                if compile:  # few sizes, for few compilations
+                    size = min(limit, max(1 << (size - 1).bit_length(), 128))
+                cache = KVCache(model.cfg, len(prompts), size, device, dtype) if use_cache else None
+                pads = [longest - len(c) for c in contexts]
+                ids = torch.tensor([[0] * n + c for n, c in zip(pads, contexts, strict=True)], device=device)  # (B, S)
+                docs = None
+                if any(pads):  # they are a document of their own
+                    docs = (torch.arange(size) >= torch.tensor(pads)[:, None]).int().to(device)  # (B, size)
+                with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
+                    h = model.hidden(ids, docs=docs if docs is None else docs[:, :longest], cache=cache)[:, -1]
+                    logits = model.logits(h)
+                if compile and use_cache:
+                    cache.still()
+                    decode = _decode_step(model, cache, docs)
+            elif compile:
+                logits = decode(chosen)
+            else:
+                with torch.compiler.set_stance("force_eager"):
+                    seen = docs if docs is None else docs[:, :cache.length + 1]
+                    logits = model.logits(model.hidden(chosen, docs=seen, cache=cache)[:, -1])
+            chosen = sample_next(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                                  generator=generator)
             for row, token in enumerate(chosen[:, 0].tolist()):
                 contexts[row].append(token)

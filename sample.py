@@ -64,7 +64,7 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
     def draw(rows: int, seed: int, on_token=None):
         return generate(model, [ids] * rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
                         top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed, on_token=on_token,
-                        stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
+                        compile=args.compile, stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
 
     def emit(text: str):
         sys.stdout.write(text)
@@ -107,6 +107,10 @@ def parse(argv):
                    help='read names such as "<|user|>" in the prompt as special tokens instead of text')
     p.add_argument("--no_stop", action="store_true", help="go on past the end of a document, up to max_new_tokens")
     p.add_argument("--ids", action="store_true", help="print the new token ids, a line per sample, instead of text")
+    p.add_argument("--compile", action="store_true",
+                   help="compile the step from one token to the next: seconds at first, then twice as fast")
+    p.add_argument("--quant", choices=["int8"],
+                   help="weights of 8 bits in the blocks: half the memory; eval.py --quant says what it costs")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (auto)")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16: of weights and cache (auto)")
     args = p.parse_args(argv)
@@ -134,6 +138,9 @@ def main():
         from device import pick_device, pick_dtype
         device = pick_device(args.device)
         model, tokenizer, _ = load_model(args.run, device=device, dtype=pick_dtype(args.dtype, device))
+        if args.quant:
+            from model import quantize_int8
+            quantize_int8(model)
         if prompt is not None:
             sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids)
             return

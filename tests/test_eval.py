@@ -333,3 +333,15 @@ def test_damaged_weights_are_no_result(made, tmp_path, call, flags):
     checkpoint.save(tmp_path / "run", "ckpt_last", model=model, tokenizer=tokenizer, model_cfg=model.cfg, state={})
     code, out, err = call("--data", data, *flags, run=tmp_path / "run")
     assert code == 2 and out == "" and "weights" in err and "damaged" in err
+
+
+def test_int8_is_told_beside_the_saved_weights(call):
+    """--quant int8: the same tokens, a loss that differs and is close, in text and JSON."""
+    code, out, _ = call("--quant", "int8", "--json")
+    saved = json.loads(out)
+    int8 = saved.pop("quantized")
+    assert code == 0 and int8["tokens"] == saved["tokens"]
+    assert 0 < abs(int8["loss"] - saved["loss"]) < 0.05
+    code, out, _ = call("--quant", "int8")
+    assert [line.split(":")[0] for line in out.splitlines()] == ["val", "int8"]
+    assert f"{int8['bpb']:.4f}" in out and f"{saved['bpb']:.4f}" in out

@@ -173,6 +173,14 @@ def test_several_samples_are_separated(call, run):
     assert call(*flags).out == f"{first}\n{'-' * 40}\n{second}\n"
 
 
+@pytest.mark.parametrize("flags", [["--compile"], ["--compile", "--quant", "int8"]])
+def test_compiled_and_quantized_text(call, run, flags):
+    """--compile changes no id; --quant int8 goes with it and without."""
+    plain = call("--ids", "--max_new_tokens", "9", "--temperature", "0", *flags[1:])
+    assert len(plain.out.split()) > 0
+    assert call("--ids", "--max_new_tokens", "9", "--temperature", "0", *flags).out == plain.out
+
+
 def test_nothing_new_is_a_prompt_alone(call):
     assert call("--prompt", "abc", "--max_new_tokens", "0").out == "abc\n"
 

@@ -1,0 +1,142 @@
+"""The fast paths of attention and decoding on a CPU, and 8-bit weights, against their plain twins."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as model_module
+from model import GPT, Int8Linear, KVCache, ModelConfig, _Attend, _attend_in_halves, generate, quantize_int8
+
+SHAPES = [(2, 8, 2, 300, 16), (1, 4, 4, 129, 8), (3, 6, 3, 64, 16), (2, 4, 1, 100, 24)]  # B H K T D
+
+
+@pytest.fixture(autouse=True)
+def eager_softmax(monkeypatch):
+    """The softmax of a block uncompiled: what is compiled is the same function, as test_compiled_block shows."""
+    monkeypatch.setattr(model_module, "_compiled_blocks",
+                        lambda: (model_module._softmax_block, model_module._softmax_block_backward))
+
+
+def documents(B, T):
+    docs = (torch.rand(B, T) < 0.05).cumsum(1)
+    return torch.ones(T, T, dtype=torch.bool).tril() & (docs[:, None, :, None] == docs[:, None, None])  # (B, 1, T, T)
+
+
+def tensors(B, H, K, T, D, dtype=torch.float32):
+    """q, k, v as the blocks make them, (B, T, H, D) transposed, and a gradient."""
+    q, k, v = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, K, K))
+    return (q, k, v), torch.randn(B, H, T, D).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("attend", [_Attend.apply, _attend_in_halves])
+def test_equals_sdpa(shape, masked, attend):
+    """Values and gradients are those of F.scaled_dot_product_attention: grouped heads, ragged last block, masks."""
+    (q, k, v), grad = tensors(*shape)
+    mask = documents(shape[0], shape[3]) if masked else None
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
+    got = attend(q, k, v, mask)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(want, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+def test_bf16_error():
+    """In bf16 its error against float64 is at most 2.5 times SDPA's, in values and every gradient."""
+    (q, k, v), grad = tensors(2, 4, 2, 256, 32, torch.bfloat16)
+
+    def all_of(attend, *inputs):
+        y = attend(*inputs)
+        return y, *torch.autograd.grad(y, inputs, grad.to(y.dtype))
+    sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+    exact = all_of(sdpa, *(x.detach().double().requires_grad_() for x in (q, k, v)))
+    plain, ours = all_of(sdpa, q, k, v), all_of(lambda q, k, v: _Attend.apply(q, k, v, None), q, k, v)
+    for e, p, o in zip(exact, plain, ours, strict=True):
+        assert (o.double() - e).norm() <= 2.5 * (p.double() - e).norm()
+
+
+def test_keeps_no_scores():
+    """What is held for the backward pass grows with T, not with T * T."""
+    held = []
+    (q, k, v), _ = tensors(1, 4, 2, 512, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+        _Attend.apply(q, k, v, None)
+    assert 0 < max(held) <= q.numel()
+
+
+def test_compiled_block(monkeypatch):
+    """Compiled blocks go this way (long context) and give the eager model's loss and gradients."""
+    monkeypatch.undo()
+    cfg = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64,
+                      max_seq_len=640)
+    torch.manual_seed(0)
+    model, ids = GPT(cfg), torch.randint(0, 64, (2, 640))
+    model(ids, ids).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    calls = []
+    attend = model_module.attend
+    monkeypatch.setattr(model_module, "attend", lambda *args: calls.append(1) or attend(*args))
+    model.zero_grad()
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    model(ids, ids).backward()
+    assert calls  # traced through it
+    for p, g in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(p.grad, g, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False),
+                                     dict(nope_every=2, tie_embeddings=False, logit_softcap=5.0)])
+def test_still_cache(tiny, options):
+    """Token by token with a cache that stands still, beside a row padded on the left: the logits without a cache."""
+    model = tiny(**options).eval()
+    ids = torch.randint(0, model.cfg.vocab_size, (2, 20))
+    docs = torch.ones(2, 32, dtype=torch.int)
+    docs[1, :3] = 0  # padding
+    with torch.no_grad():
+        cache = KVCache(model.cfg, 2, 32, "cpu", torch.float32)
+        model.hidden(ids[:, :8], docs=docs[:, :8], cache=cache)
+        cache.still()
+        for t in range(8, 20):
+            got = model.logits(model.hidden(ids[:, t:t + 1], docs=docs, cache=cache))[:, 0]
+            want = model(ids[:, :t + 1], docs=docs[:, :t + 1])[:, -1]
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_compiled_decoding(tiny):
+    """compile=True gives the same ids: rows of different length, past the end of the context, and sampled."""
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    for options in (dict(temperature=0.0), dict(temperature=1.0, seed=3)):
+        plain = generate(tiny(), prompts, max_new_tokens=40, **options)  # the context is 32
+        model = tiny()
+        assert generate(model, prompts, max_new_tokens=40, compile=True, **options) == plain
+        assert generate(model, prompts[:1], max_new_tokens=9, compile=True) == generate(
+            tiny(), prompts[:1], max_new_tokens=9)
+
+
+@pytest.mark.parametrize("shape", [(64, 192), (128, 64), (33, 17)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_int8_linear(shape, dtype, rows):
+    """A row's weights are at most half a step of its scale away, and so is the product, with bias, whatever kernel."""
+    linear = torch.nn.Linear(*shape).to(dtype)
+    int8, x = Int8Linear(linear), torch.randn(rows, 1, shape[0]).to(dtype)
+    back = int8.weight.float() * int8.scale.float()[:, None]
+    step = linear.weight.float().abs().amax(1, keepdim=True) / 127
+    assert ((back - linear.weight.float()).abs() <= 0.5 * step + 2**-8 * linear.weight.float().abs()).all()
+    want = F.linear(x.float(), back, linear.bias.float())
+    torch.testing.assert_close(int8(x).float(), want, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_int8_model(tiny):
+    """The quantized model predicts nearly the same, its table untouched, and decodes the same compiled or not."""
+    model = tiny(d_model=64, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128).eval()
+    ids = torch.randint(0, model.cfg.vocab_size, (2, 16))
+    with torch.no_grad():
+        want = model(ids).log_softmax(-1)
+        got = quantize_int8(model)(ids).log_softmax(-1)
+    assert 0 < (got - want).abs().max() < 0.1
+    assert model.embed.weight.dtype == torch.float32
+    assert not any(isinstance(m, torch.nn.Linear) for block in model.blocks for m in block.modules())
+    assert generate(model, [[1, 2]], max_new_tokens=9) == generate(model, [[1, 2]], max_new_tokens=9, compile=True)
