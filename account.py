@@ -86,21 +86,25 @@ def train_state_bytes(n_params: int, n_muon: int) -> int:
     return 8 * n_params + 4 * n_muon + 8 * (n_params - n_muon)
 
 
-def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool) -> dict[str, int]:
+def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str = "none") -> dict[str, int]:
     """Bytes per token that autograd keeps: of one block, and of everything around the blocks.
 
     The residual stream is fp32 (the table is, and bf16 branches are added to it).  A norm keeps its input and 1/rms,
     RMSNorm also the normalised values, which its gain multiplies.  Under autocast each linear casts the fp32 norm
     output for itself, so those of q, k and v keep three copies.  Attention keeps q, k, v, its output and the
     log-sum-exp per head.  Compiled, the fp32 intermediates are computed again from the block's input and the matmuls'
-    outputs.
+    outputs.  remat="block" keeps the block's input alone, "selective" also what its matmuls and attention return.
     """
     C, F, H, K = cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads
     q, kv = H * cfg.head_dim, K * cfg.head_dim
     rms, swiglu = cfg.norm == "rmsnorm", cfg.mlp == "swiglu"
     norm = 4 * C + 4 * C * rms + (4 if rms else 8)  # LayerNorm keeps mean and 1/std
     attention = low * (2 * q + 2 * kv) + 4 * H
-    if compiled:
+    if remat != "none":
+        block = 4 * C
+        if remat == "selective":
+            block += low * (2 * q + 2 * kv + 2 * C + (2 if swiglu else 1) * F) + 4 * H
+    elif compiled:
         block = 4 * C + 2 * (4 if rms else 8)  # the input of the block
         block += low * 3 * C  # both norms' outputs, wo's output
         block += (low * (q + kv) + 4 * (H + K)) * cfg.qk_norm  # q and k before their norm
@@ -110,7 +114,8 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool) -> dict[str,
         block = 2 * norm + low * copies * C
         block += (8 * (q + kv) + 4 * (H + K)) * cfg.qk_norm
         block += low * (4 if swiglu else 2) * F
-    block += attention + 2 * C * (cfg.dropout > 0)  # a GPU's dropout keeps a byte per value
+    if remat == "none":
+        block += attention + 2 * C * (cfg.dropout > 0)  # a GPU's dropout keeps a byte per value
     ids_and_targets = 16
     return {"block": block, "around": norm + 4 * C + C * (cfg.dropout > 0) + ids_and_targets}
 
@@ -204,10 +209,12 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
     dtype = DTYPES.get(train.dtype, torch.bfloat16)  # auto: as on the GPUs below
     low = dtype.itemsize
     micro_tokens = train.micro_batch_size * train.seq_len
-    acts = {name: activation_bytes(cfg, low, compiled=name == "compiled") for name in ("eager", "compiled")}
+    acts, whole = ({name: activation_bytes(cfg, low, compiled=name == "compiled", remat=remat)
+                    for name in ("eager", "compiled")} for remat in (train.remat, "none"))
     per_token = {name: cfg.n_layers * act["block"] + act["around"] for name, act in acts.items()}
     head = head_bytes(cfg, micro_tokens, dtype)
     state, casts = train_state_bytes(counts["total"], n_muon), n_matrix * low if low < 4 else 0
+    casts = casts if train.remat == "none" else casts // cfg.n_layers  # those of the block at work
     rows = sum(n * shape[0] for shape, n in matrices.items())
     n_quantized = n_matrix + counts["embedding"]
     a |= {
@@ -224,8 +231,9 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "activation_bytes_per_token_per_block": {name: act["block"] for name, act in acts.items()},
         "head_tokens": micro_tokens,
         "head_bytes": head,
-        "train_peak_bytes": {name: state + casts + micro_tokens * per_token[name] + head["chunked"]["forward_peak"]
-                             for name in per_token},
+        "train_peak_bytes": {name: state + casts + micro_tokens * per_token[name] + max(
+            head["chunked"]["forward_peak"],  # or, in backward, a block computed again
+            micro_tokens * (whole[name]["block"] - acts[name]["block"])) for name in per_token},
         "kv_cache_bytes_per_token": kv_cache_bytes_per_token(cfg),
         "kv_cache_bytes_per_token_mha": kv_cache_bytes_per_token(replace(cfg, n_kv_heads=cfg.n_heads)),
         "kv_cache_bytes": {T: T * kv_cache_bytes_per_token(cfg) for T in (cfg.max_seq_len, 4 * cfg.max_seq_len)},
@@ -325,11 +333,13 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
             f"{'fp32' if train.dtype == 'float32' else 'bf16 or fp16 on fp32 weights'}")
     row("state between steps", size(a["train_state_bytes"]), f"{train.optimizer}; AdamW for all: "
         f"{size(a['train_state_bytes_adamw'])}")
-    row("low-precision weights", size(a["weight_cast_bytes"]), "forward to backward")
+    row("low-precision weights", size(a["weight_cast_bytes"]), "forward to backward" if train.remat == "none" else
+        "of one block")
     for kind in ("eager", "compiled"):
         per_token = a[f"activation_bytes_per_token_{kind}"]
         row(f"activations {kind}", size(per_token * a["head_tokens"]), f"{per_token:,} B per token, "
-            f"{a['activation_bytes_per_token_per_block'][kind]:,} of them per block")
+            f"{a['activation_bytes_per_token_per_block'][kind]:,} of them per block"
+            + f", remat {train.remat}" * (train.remat != "none"))
     row("peak eager", size(a["train_peak_bytes"]["eager"]))
     peak = a["train_peak_bytes"]["compiled"]
     fits = [name for name, gpu in a["gpus"].items() if peak < 0.9e9 * gpu["memory_gb"]]

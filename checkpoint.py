@@ -5,6 +5,8 @@
                          tokenizer.json
                          state.json         both configs, progress, fingerprints of data and tokenizer; size and sha256
                                             of the other files, which are compared before anything is used
+                         (a sharded run has shard-0000N-...safetensors, one per rank, for the first two: tensors by
+                         name, optimizer state as optim/NAME/KEY, and which part of them is here)
     out/run/ckpt_best/, out/run/ckpt_step_0001000/   the same; numbered ones are hard links and cost no writing
 
 *Saving.*  Everything is written into ckpt_x.new and fsynced, state.json last.  Then ckpt_x becomes ckpt_x.replaced,
@@ -13,6 +15,10 @@ between the two renames; then both neighbours are complete.  Readers therefore l
 ckpt_x.replaced, in this order, and change nothing, since another process may be saving; the next save, or `recover` at
 the start of a run, finishes or undoes what was cut off.  (A symlink to numbered folders could be swapped in one call,
 but would not survive copying a run to a machine or file system without links.)
+
+*Sharded runs* save through torch.distributed.checkpoint, each rank its part, while training goes on; the folder is
+published in the same way once all have written.  It must lie where all ranks can write, and readers take it as they
+take any other, on any number of ranks.  The parts are safetensors, not DCP's own format, whose index is a pickle.
 
 *Names.*  torch.compile and DistributedDataParallel put `_orig_mod.` and `module.` before names.  Saving goes through
 the bare module and loading strips them, so files never depend on how a run was started.  Optimizer state goes by name,

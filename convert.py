@@ -3,6 +3,7 @@
     python convert.py resize out/RUN out/NEW --add "<|think|>" "<|answer|>"   more special tokens
     python convert.py untie out/RUN out/NEW                            a head of its own
     python convert.py tie out/RUN out/NEW [--keep embed]               one table again
+    python convert.py gather out/RUN out/NEW                           a sharded run as one file of weights
     python convert.py export out/RUN DIR [--license mit]               a folder for transformers, vLLM and others
     python convert.py import DIR out/RUN                               the way back; DIR may be nanoGPT's ckpt.pt
     python convert.py gguf out/RUN FILE.gguf [--type q8_0]             a file for llama.cpp
@@ -20,6 +21,8 @@ start at 0, all others are carried over, so training goes on where it was.
 
 *untie* copies the table, *tie* keeps one of two; the optimizer's moments go with their table.  Tables that differ are
 not averaged and not chosen between silently: --keep says which one stays, and then logits change.
+
+*gather* and all others read a run whatever its layout; elsewhere model.safetensors is what tools know.
 
 *export*, *import* rest on hf.py, which holds the names, settings and tokenizers of others and says what is refused.
 
@@ -109,6 +112,13 @@ def tie(run, out, keep: str | None):
             source={"embed.weight": kept})
     print(f"{out}: one table" + (f", that of {kept.removesuffix('.weight')}; the two differed by up to {apart:.3g}"
                                  if apart else ""))
+
+
+def gather(run, out):
+    """Put a run that several ranks saved in parts together: the same run in the ordinary files."""
+    model, tokenizer, state = checkpoint.load_model(run)
+    rewrite(run, out, model, state, model.cfg, tokenizer, model.state_dict())
+    print(f"{out}: {num_params(model.cfg)['total']:,} parameters in one file; go on from it with --init_from=resume")
 
 
 def rewrite(run, out, old: GPT, state: dict, cfg: ModelConfig, tokenizer: Tokenizer, weights: dict, *, source=None,
@@ -383,6 +393,7 @@ def main(argv=None):
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in (
             ("resize", "add special tokens"), ("untie", "a head of its own"), ("tie", "one table again"),
+            ("gather", "one file of weights from a sharded run"),
             ("export", "write a Hugging Face folder"), ("gguf", "write a file for llama.cpp"),
             ("import", "read a Hugging Face folder or nanoGPT's ckpt.pt")):
         command = commands.add_parser(name, help=help_text, allow_abbrev=False)
@@ -413,6 +424,8 @@ def main(argv=None):
             untie(args.source, out)
         elif args.command == "tie":
             tie(args.source, out, args.keep)
+        elif args.command == "gather":
+            gather(args.source, out)
         elif args.command == "export":
             export(args.source, out, args.license)
         elif args.command == "gguf":

@@ -23,6 +23,7 @@ from config import TrainConfig, load
 from data import document_ids
 from model import GPT, KVCache, ModelConfig
 from optim import make_optimizers
+from parallel import Ranks, parallelize
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py")
                  if not path.name.startswith("data_"))  # recipes of prepare.py
@@ -178,6 +179,27 @@ def test_activations_are_what_autograd_keeps(shape, dtype, compiled):
     of = account.activation_bytes(cfg, 2 if dtype == "bfloat16" else 4, compiled=compiled)
     measured = saved_bytes_per_token(cfg, dtype, compiled)
     assert cfg.n_layers * of["block"] + of["around"] == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", ["stack", "gpt2", "wide heads"])
+def test_recomputation_keeps_what_is_counted(shape, dtype):
+    """Per block, by the difference to a block that keeps everything and, under bf16, its weights' casts too."""
+    cfg, low = tiny_config(n_layers=4, **SHAPES[shape]), 2 if dtype == "bfloat16" else 4
+    live, counted = {}, {}
+    for remat in ("none", "selective", "block"):
+        model = parallelize(GPT(cfg), Ranks(), torch.device("cpu"), remat=remat)
+        ids = torch.randint(0, 300, (3, 30))
+        with LiveStorage() as storage:
+            with torch.autocast("cpu", torch.bfloat16, enabled=low == 2):
+                loss = model(ids, ids)
+        live[remat], counted[remat] = storage.live(), 90 * cfg.n_layers * account.activation_bytes(
+            cfg, low, compiled=False, remat=remat)["block"]
+        if remat == "none" and low == 2:
+            counted[remat] += priced(cfg)["weight_cast_bytes"]
+        del loss
+    for remat in ("selective", "block"):
+        assert live["none"] - live[remat] == pytest.approx(counted["none"] - counted[remat], rel=0.04)
 
 
 def test_dropout_keeps_a_byte_per_value(monkeypatch):
