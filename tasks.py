@@ -79,18 +79,20 @@ def encode_pair(tokenizer, question: str, choice: str) -> tuple[list[int], list[
 @torch.no_grad()
 def log_likelihoods(model, pairs: list[tuple[list[int], list[int]]], *, device, dtype, rows: int) -> list[float]:
     """log p(second | first) of each pair of ids, `rows` of about equal length at a time."""
+    from tqdm import tqdm
     limit, results = model.cfg.max_seq_len, [0.0] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
-    for some in (order[i:i + rows] for i in range(0, len(order), rows)):
+    for start in tqdm(range(0, len(order), rows), unit="batch", leave=False, disable=None):
+        some = order[start:start + rows]
         x = torch.zeros(len(some), min(max(len(a) + len(b) for a, b in (pairs[i] for i in some)) - 1, limit), dtype=int)
         y = torch.full_like(x, -100)
         for row, i in enumerate(some):
-            ids = torch.tensor((pairs[i][0] + pairs[i][1])[-limit - 1:])
+            ids, n = torch.tensor((pairs[i][0] + pairs[i][1])[-limit - 1:]), len(pairs[i][1])
             x[row, :len(ids) - 1] = ids[:-1]  # what is behind is never seen: attention looks back
-            y[row, len(ids) - 1 - len(pairs[i][1]):len(ids) - 1] = ids[len(ids) - len(pairs[i][1]):]
-        with autocast(device, dtype):
-            nats = model(x.to(device), y.to(device), reduction="none").double().view(x.shape).sum(1)  # 0 where ignored
-        for i, value in zip(some, nats.tolist(), strict=True):
+            y[row, len(ids) - 1 - n:len(ids) - 1] = ids[-n:]
+        with autocast(device, dtype), torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+            nats = model(x.to(device), y.to(device), reduction="none").view(x.shape).cpu()  # 0 where ignored
+        for i, value in zip(some, nats.double().sum(1).tolist(), strict=True):
             results[i] = -value
     return results
 
