@@ -657,8 +657,7 @@ def prepare(args):
 # ---------------------------------------------------------------------------------------------------------------------
 # growth: our step, one axis at a time from a shape that a CPU can do
 
-GROWTH = ["--d_model=256", "--n_layers=6", "--n_heads=4", "--n_kv_heads=1", "--d_ff=704", "--vocab_size=8192",
-          "--seq_len=512"]
+GROWTH = ["--d_model=256", "--n_layers=6", "--n_heads=4", "--n_kv_heads=1", "--d_ff=704", "--seq_len=512"]
 AXES = {"seq_len": (256, 512, 1024, 2048, 4096), "micro_batch_size": (1, 2, 4, 8, 16),
         "vocab_size": (8192, 16384, 32768, 65536, 131072), "n_layers": (6, 12, 24, 60)}
 
@@ -680,27 +679,30 @@ def growth(args):
             tokens, dtype = cfg.micro_batch_size * cfg.seq_len, pick_dtype(cfg.dtype, device)
             name = str(dtype).removeprefix("torch.")
             x = next(in_fresh_processes(["step", *common, *changes], ["ours"]), None)
+            alone = [] if axis == "n_layers" else ["ours"]  # the head knows nothing of layers
             head = next(in_fresh_processes(["head", *common, f"--n_tokens={tokens}", f"--d_model={model_cfg.d_model}",
-                                            f"--vocab={model_cfg.padded_vocab_size}", f"--dtype={name}"], ["ours"]), {})
+                                            f"--vocab={model_cfg.padded_vocab_size}", f"--dtype={name}"], alone), {})
             if x is None:
                 failed = True
                 continue
             dh = tokens * model_cfg.d_model * dtype.itemsize / 2**20  # the head's result, as long as its input
             peak = head.get("peak_mib")
-            x |= dict(us_per_token=x["seconds"] / tokens * 1e6, head_mib=None if peak is None else peak - dh,
-                      kib_per_token=None if x["peak_mib"] is None else (x["peak_mib"] - x["state_mib"]) / tokens * 1024)
+            x |= dict(tokens=tokens, us_per_token=x["seconds"] / tokens * 1e6, kib_per_token=None,
+                      head_mib=None if peak is None else round(peak - dh, 1))
             first = first or x
+            if x["peak_mib"] is not None and tokens != first["tokens"]:
+                x["kib_per_token"] = (x["peak_mib"] - first["peak_mib"]) / (tokens - first["tokens"]) * 1024
             body.append([str(value), str(tokens), x["us_per_token"], x["us_per_token"] / first["us_per_token"],
-                         x["peak_mib"], x["state_mib"], x["kib_per_token"], x["head_mib"]])
+                         x["peak_mib"], x["kib_per_token"], x["state_mib"], x["head_mib"]])
             if args.json:
-                print_json("growth", device, **x, axis=axis, value=value, tokens=tokens)
+                print_json("growth", device, **x, axis=axis, value=value)
         if body and not args.json:
             model_cfg, cfg = settings(argparse.Namespace(settings=[*GROWTH, *args.settings]))
             print_table(f"Our training step over {axis}, else d_model {model_cfg.d_model}, {model_cfg.n_layers} layers,"
                         f" vocabulary {model_cfg.vocab_size}, {cfg.micro_batch_size} x {cfg.seq_len} tokens, "
                         f"{cfg.optimizer}, {cfg.dtype}; the head's peak without its result [tokens, d]", device,
-                        [axis, "tokens", "us a token", "x the first", "peak MiB", "weights, gradients, moments",
-                         "the rest, KiB a token", "head's peak MiB"], body)
+                        [axis, "tokens", "us a token", "x the first", "peak MiB", "KiB for each further token",
+                         "weights, gradients, moments", "head's peak MiB"], body)
             print()
     if failed:
         sys.exit(1)
