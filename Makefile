@@ -4,6 +4,7 @@
 # make lint   ruff
 # make faults the long fault injections, up to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
 # make exchange   the GGUF tests that need llama.cpp, which pip builds in about five minutes
+# make clean  delete .venv and caches; never data or runs
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -38,7 +39,8 @@ exchange: $(READY)
 	$(PY) -m pytest tests/test_gguf.py -k llama_cpp
 
 clean:
-	rm -rf .venv data/demo out/demo
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__ configs/__pycache__
+	@echo "data/ and out/ are yours and stay."
 
 # One environment for everything; made again when requirements.txt changes.
 $(READY): requirements.txt

@@ -36,7 +36,11 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    from config import not_installed
+    not_installed(error)
 
 from config import ConfigError, TrainConfig, load
 from device import DTYPES, PEAK_TFLOPS

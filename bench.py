@@ -52,9 +52,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+except ModuleNotFoundError as error:
+    from config import not_installed
+    not_installed(error)
 
 import peers
 from config import TrainConfig, load

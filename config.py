@@ -84,6 +84,13 @@ def to_dict(instances) -> dict:
     return {key: value for instance in instances for key, value in dataclasses.asdict(instance).items()}
 
 
+def not_installed(error: ModuleNotFoundError):
+    """End a command for which a package is missing: with one message and exit code 2."""
+    print(f"{os.path.basename(sys.argv[0])}: {sys.executable} has no package {error.name!r}.\n  Use this folder's "
+          "own (make env, then source .venv/bin/activate), or: pip install -r requirements.txt", file=sys.stderr)
+    raise SystemExit(2)
+
+
 @contextlib.contextmanager
 def written_aside(path):
     """Where to write what becomes the file `path` once all of it is there: whole or not at all, whatever happens."""

@@ -40,7 +40,11 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    from config import not_installed
+    not_installed(error)
 
 import checkpoint
 import hf

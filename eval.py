@@ -211,6 +211,9 @@ def main():
                   f"{r['tokens']:,} tokens, {r['bytes']:,} bytes")
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        from config import not_installed
+        not_installed(error)
     except (ValueError, OSError) as error:
         print(f"eval.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -66,6 +66,9 @@ def main():
                   f"{at.get('flops', 0):>11.3g}"
                   + "".join(f"{'' if value is None else f'{value:.4f}':>{width}}" for value, width in ends))
         print(f"saved in {args.out}")
+    except ModuleNotFoundError as error:
+        from config import not_installed
+        not_installed(error)
     except (ValueError, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         sys.exit(2)

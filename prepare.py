@@ -46,7 +46,11 @@ from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
+except ModuleNotFoundError as error:
+    from config import not_installed
+    not_installed(error)
 
 from shards import open_shard, read_header, read_meta, verify_shard, write_meta
 from sources import Reader, Source

@@ -152,6 +152,9 @@ def main():
     except KeyboardInterrupt:
         print()
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        from config import not_installed
+        not_installed(error)
     except (ValueError, OSError) as error:
         print(f"sample.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -25,8 +25,12 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
+try:
+    import torch
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    from config import not_installed
+    not_installed(error)
 
 import checkpoint
 import hf

@@ -60,6 +60,25 @@ def test_importing_is_free():
     assert (done.stdout, done.stderr) == ("[]", "")
 
 
+@pytest.mark.parametrize("command", ["train.py configs/demo.py", "sample.py out/x", "prepare.py stdlib",
+                                     "eval.py out/x", "account.py", "convert.py tie a b",
+                                     "bench.py head", "plot.py out/x"])
+def test_without_packages(command):
+    """A Python without torch and numpy, say the system's: one message that says how to get them, exit code 2."""
+    code = ("import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'tqdm')); sys.argv = sys.argv[1:]; "
+            "sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 2 and "requirements.txt" in done.stderr, done.stderr
+    assert done.stderr.startswith(command.split()[0])
+
+
+def test_make_clean_leaves_data_and_runs():
+    """make clean names what it deletes, and data and runs are not among it."""
+    done = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True)
+    deleted = {word for line in done.stdout.splitlines() if line.startswith("rm ") for word in line.split()[2:]}
+    assert ".venv" in deleted and not [word for word in deleted if word.startswith(("data", "out", "/", "*"))]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_configs_load_and_say_what_they_cost(path):
     """Every training config is sound, and its head names hardware, time, expected loss and the launch line."""
