@@ -57,7 +57,7 @@ def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
     if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
         found.append("tensorboard is asked for, but the package is not installed. Install it (pip install tensorboard) "
                      "or leave out --tensorboard.")
-    if cfg.seq_len > model_cfg.max_seq_len:
+    if cfg.init_from in ("scratch", "resume") and cfg.seq_len > model_cfg.max_seq_len:  # else the source's counts
         found.append(f"seq_len ({cfg.seq_len}) is more than max_seq_len ({model_cfg.max_seq_len}). "
                      "Lower the first or raise the second.")
     row = cfg.seq_len * dp_size
@@ -178,6 +178,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if theirs is not None:  # `model` is the bare module or its shards: evaluation, samples, checkpoints
         for name, tensor in theirs.state_dict().items():
             fill(model.get_parameter(name), tensor)
+        theirs = None  # one copy of the weights less
     elif source is not None:
         checkpoint.load_weights(model, source)
 

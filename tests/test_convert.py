@@ -356,14 +356,14 @@ def test_a_folder_from_elsewhere_is_finetuned_and_leaves_again(tmp_path, words, 
     prepare.main([str(a) for a in (tmp_path / "text.txt", "--tokenizer", f"hf:{folder}", "--val_fraction", 0.1, "--out",
                                    tmp_path / "data")])
     train_it = [f"--init_from=hf:{folder}", f"--data_dir={tmp_path / 'data'}", "--seq_len=64", "--micro_batch_size=2",
-                "--batch_tokens=256", "--warmup_steps=0", "--sample_interval=0", "--compile=false", "--device=cpu",
-                "--dtype=float32"]
+                "--batch_tokens=256", "--max_seq_len=16", "--warmup_steps=0", "--sample_interval=0", "--compile=false",
+                "--device=cpu", "--dtype=float32"]
     command(train, *train_it, f"--out_dir={tmp_path / 'still'}", "--max_steps=1", "--muon_lr=1e-12", "--adamw_lr=1e-12")
     still, before = checkpoint.load_model(tmp_path / "still")[0], hf.load_folder(folder)[0]
     for name, p in before.named_parameters():
         torch.testing.assert_close(still.get_parameter(name), p, rtol=0, atol=1e-8)
     told = command(train, *train_it, f"--out_dir={tmp_path / 'run'}", "--max_steps=20", "--adamw_lr=1e-2")
-    assert f"the architecture is that of hf:{folder}" in told
+    assert f"the architecture is that of hf:{folder}" in told and "max_seq_len 16 -> 128" in told
     losses = [line["loss"] for line in read_log(tmp_path / "run" / "log.jsonl") if "loss" in line]
     assert losses[-1] < losses[0]
     ids = command(sample, tmp_path / "run", "--prompt", "de\u0301f main(", "--ids", "--temperature", 0,
