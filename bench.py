@@ -72,6 +72,7 @@ from model import (
     flops_per_token,
     fused_linear_cross_entropy,
     generate,
+    quantize_int8,
 )
 from optim import make_optimizers
 from shards import write_meta, write_shard
@@ -504,19 +505,25 @@ def step(args):
 # ---------------------------------------------------------------------------------------------------------------------
 # sample: greedy decoding of a model with random weights
 
+SAME_BITS = {"int8": "q8_0"}
+
+
 def sample_rows() -> list[str]:
-    precisions = {"ours": ("bf16", "fp32"), "transformers": ("bf16", "fp32"), "llama_cpp": ("bf16", "f16", "q8_0")}
+    precisions = {"ours": ("bf16", "fp32", "int8", "bf16 uncompiled"), "transformers": ("bf16", "fp32"),
+                  "llama_cpp": ("bf16", "f16", "q8_0")}
     return [f"{who} {how}" for who in ["ours", *peers.installed("transformers", "llama_cpp")]
             for how in precisions[who]]
 
 
-def our_decoder(precision: str, model_cfg: ModelConfig, device):
-    """(decode(prompts, n_new) -> the first row's ids, bytes of weights read per token), as sample.py loads a model."""
-    model = GPT(model_cfg).to(device, peers.PRECISIONS[precision])
+def our_decoder(precision: str, model_cfg: ModelConfig, device, compile: bool):
+    """(decode(prompts, n_new) -> the first row's ids, bytes of weights read per token), as sample.py does it."""
+    model = GPT(model_cfg).to(device, peers.PRECISIONS.get(precision, torch.bfloat16))
+    if precision == "int8":
+        quantize_int8(model)
 
     def decode(prompts, n_new):
-        return generate(model, prompts, max_new_tokens=n_new)[0]
-    return decode, sum(p.nbytes for p in model.parameters())
+        return generate(model, prompts, max_new_tokens=n_new, compile=compile)[0]
+    return decode, sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def sample_row(args, device):
@@ -525,24 +532,27 @@ def sample_row(args, device):
     torch.manual_seed(cfg.seed)
     long = max(args.prompt_tokens + args.new_tokens, args.prefill_tokens + 1)
     model_cfg = replace(model_cfg, max_seq_len=max(model_cfg.max_seq_len, long))
-    rng = np.random.default_rng(0)
+    rng, firsts = np.random.default_rng(0), []
 
     def timed(rows, n_prompt, n_new):
         prompts = rng.integers(0, model_cfg.vocab_size - 9, (rows, n_prompt)).tolist()
+        start = time.perf_counter()
         got = len(decode(prompts, n_new))
+        firsts.append(time.perf_counter() - start)
         if got != n_new:
             raise ValueError(f"{got} tokens instead of {n_new}")
         return statistics.median(seconds(lambda: decode(prompts, n_new), device, args.repeats))
     with tempfile.TemporaryDirectory() as folder:
-        before, (who, precision) = reset_peak(device), args.row.split(" ")
-        decode, weight_bytes = our_decoder(precision, model_cfg, device) if who == "ours" else peers.decoder(
-            who, precision, model_cfg, device, Path(folder))
+        before, (who, precision, *how) = reset_peak(device), args.row.split(" ")
+        decode, weight_bytes = (our_decoder(precision, model_cfg, device, cfg.compile and not how) if who == "ours" else
+                                peers.decoder(who, precision, model_cfg, device, Path(folder)))
         one, prefill = timed(1, args.prompt_tokens, args.new_tokens), timed(1, args.prefill_tokens, 1)
         rows = timed(args.batch, args.prompt_tokens, args.new_tokens) if who != "llama_cpp" else None  # one at a time
     flops = flops_per_token(model_cfg, args.prefill_tokens)["causal"] // 3  # forward
     head = 2 * model_cfg.padded_vocab_size * model_cfg.d_model  # at the last position only
     print(json.dumps(dict(
-        row=args.row, tok_per_s=args.new_tokens / one, weight_bytes=weight_bytes, peak_mib=peak_since(before, device),
+        row=args.row, tok_per_s=args.new_tokens / one, first_seconds=firsts[0], weight_bytes=weight_bytes,
+        peak_mib=peak_since(before, device),
         prefill_tok_per_s=args.prefill_tokens / prefill,
         prefill_flops=(args.prefill_tokens * (flops - head) + head) / prefill,
         batch=args.batch, batch_tok_per_s=rows and args.batch * args.new_tokens / rows)))
@@ -571,17 +581,19 @@ def sample(args):
         speeds = {x["row"]: x["tok_per_s"] for x in results}
 
         def ratio(x, peer):
-            other = speeds.get(f"{peer} {x['row'].rpartition(' ')[2]}")
+            precision = x["row"].split(" ")[1]  # 8 bits beside 8 bits
+            other = speeds.get(f"{peer} {precision}") or speeds.get(f"{peer} {SAME_BITS.get(precision)}")
             return x["tok_per_s"] / other if other else None
         body = [[x["row"], x["tok_per_s"], ratio(x, "transformers"), ratio(x, "llama_cpp"), x["limit_tok_per_s"],
                  share(x["of_bandwidth"], 1), x["prefill_tok_per_s"], share(x["of_gemm"], 1), x["batch_tok_per_s"],
-                 x["batch_tok_per_s"] and x["batch_tok_per_s"] / x["tok_per_s"]] for x in results]
+                 x["batch_tok_per_s"] and x["batch_tok_per_s"] / x["tok_per_s"], x["first_seconds"]] for x in results]
         print_table(f"Greedy decoding, {args.prompt_tokens} + {args.new_tokens} tokens, prefill of "
                     f"{args.prefill_tokens}; weights read at {reading / 1e9:.0f} GB/s, matmuls at "
                     f"{rates[torch.bfloat16] / 1e9:,.0f} GFLOP/s bf16, {rates[torch.float32] / 1e9:,.0f} fp32; median "
                     f"of {args.repeats}", device,
                     ["", "tokens/s", "x transformers", "x llama_cpp", "limit: reading the weights", "of it",
-                     "prefill tokens/s", "of the matmul rate", f"batch {args.batch} tokens/s", "x batch 1"], body)
+                     "prefill tokens/s", "of the matmul rate", f"batch {args.batch} tokens/s", "x batch 1",
+                     "first call s"], body)
     if len(results) < len(rows):
         sys.exit(1)
 
@@ -770,7 +782,7 @@ def gpu(args):
                     f"reading {reading / 1e9:,.0f} GB/s")
         elif x.get("batch_tok_per_s"):
             note = f"batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill {x['prefill_tok_per_s']:,.0f}"
-        elif "first_seconds" in x:
+        elif "optimizer_seconds" in x:
             note = f"first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
         body.append([what, x.get("tok_per_s"), x["seconds"] * 1e3 if "seconds" in x else None, share(x["mfu"], 1),
                      share(x["of_gemm"], 1), share(x["of_bandwidth"], 1), x.get("peak_mib"), note or ""])
