@@ -882,7 +882,7 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
                 with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                     h = model.hidden(ids, docs=docs if docs is None else docs[:, :longest], cache=cache)[:, -1]
                     logits = model.logits(h)
-                if compile and use_cache:
+                if compile and use_cache and step + 1 < max_new_tokens:
                     cache.still()
                     decode = _decode_step(model, cache, docs)
             elif compile:

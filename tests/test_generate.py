@@ -148,6 +148,13 @@ def test_compiled_blocks_stay_out(lively):
     torch._dynamo.reset()
 
 
+def test_one_token_is_not_worth_compiling(lively, monkeypatch):
+    """A single new token, as in measuring how fast a prompt is read, comes from the prompt alone."""
+    model = lively()
+    monkeypatch.setattr("model._decode_step", lambda *args: 1 / 0)
+    assert generate(model, [prompt(5)], max_new_tokens=1, compile=True) == generate(model, [prompt(5)], max_new_tokens=1)
+
+
 def test_seeds(lively):
     """The same seed repeats, another one differs, and rows of equal prompts differ from each other."""
     model = lively()
