@@ -25,9 +25,9 @@ forward, one chunk of logits at a time.
 model needs, +12LTd all T*T scores (PaLM, nanoGPT).  With document masks attention costs less still: for documents of
 geometric length with mean m (a boundary is equally likely everywhere) the mean number of keys has a closed form.
 
-*Hours* are tokens * FLOPs in the +6LTd convention / (peak * MFU); nobody can know the MFU beforehand, so there is a
-column for each of several.  *Decoding* one sequence reads every weight and the KV cache once per token, and is priced
-by memory bandwidth alone.  1 GB is 1e9 bytes.
+*Hours* are tokens * FLOPs in the +6LTd convention / (peak * MFU).  MFU is the share of a GPU's peak rate that a run
+reaches; nobody can know it beforehand, so there is a column for each of several.  *Decoding* one sequence reads every
+weight and the KV cache once per token, and is priced by memory bandwidth alone.  1 GB is 1e9 bytes.
 """
 
 import json

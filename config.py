@@ -122,7 +122,7 @@ def describe(instances) -> str:
 
 def help_text(classes, doc: str = "") -> str:
     """The command's own words, then every setting with its type, its comment and its default."""
-    lines = [inspect.cleandoc(doc), "", "Settings (--key=value, after an optional config file of key = value lines)"]
+    lines = [inspect.cleandoc(doc), "", "Settings: --key=value, after an optional config file (default in brackets)"]
     for cls in classes:
         hints, (comments, headings) = typing.get_type_hints(cls), _comments(cls)
         lines += ["", cls.__name__]
@@ -283,7 +283,7 @@ def _comments(cls) -> tuple[dict, dict]:
 class TrainConfig:
     # data and run folder
     data_dir: str = "data/stack100m"  # what prepare.py made
-    out_dir: str = "out/stack100m"  # run folder: config.json, log.jsonl, loss.png, checkpoints
+    out_dir: str = "out/stack100m"  # run folder: checkpoints, config.json, log.jsonl, loss.png, report.html
     init_from: str = "scratch"  # scratch, resume (continue out_dir); to finetune: a run folder, or hf:FOLDER
     allow_changes: bool = False  # resume although data, seq_len, packing, seed, optimizer or architecture changed
     seed: int = 1337  # of initial weights, batch order, dropout and samples
@@ -296,20 +296,20 @@ class TrainConfig:
     doc_mask: bool = True  # attention stays inside a document
     # optimizer
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # muon: for the blocks' matrices; the rest is AdamW's
-    muon_lr: float = 6e-3  # peak, in the 0.2*sqrt(max(m, n)) scale
-    adamw_lr: float = 3e-3  # peak, for the table, gains and biases (all parameters with optimizer=adamw)
+    muon_lr: float = 6e-3  # Muon's peak learning rate; updates are scaled to the size of AdamW's
+    adamw_lr: float = 3e-3  # AdamW's peak, for the table, gains and biases (all parameters with optimizer=adamw)
     weight_decay: float = 0.1  # decoupled; matrices and the table only
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    grad_clip: float = 1.0  # global norm; 0 = off
+    beta1: float = 0.9  # AdamW's memory of gradients
+    beta2: float = 0.95  # AdamW's memory of their squares
+    grad_clip: float = 1.0  # a longer gradient, over all parameters, is shortened to this; 0 = off
     z_loss: float = 1e-4  # weight of logsumexp squared, keeps logits from drifting; 0 = off
-    schedule: typing.Literal["wsd", "cosine"] = "wsd"
-    warmup_steps: int = 500  # linear from 0
-    decay_fraction: float = 0.1  # of max_steps, at the end (wsd)
-    min_lr_fraction: float = 0.0  # of the peak, at the end
+    schedule: typing.Literal["wsd", "cosine"] = "wsd"  # wsd: warm up, stay at the peak, decay; cosine: fall all along
+    warmup_steps: int = 500  # the learning rate rises from 0
+    decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd)
+    min_lr_fraction: float = 0.0  # where it ends, as a share of the peak
     # every so many steps, and at the end; 0 = never
-    log_interval: int = 10
-    eval_interval: int = 500  # held-out loss
+    log_interval: int = 10  # a line of numbers
+    eval_interval: int = 500  # loss on held-out text
     save_interval: int = 1000  # ckpt_last; 0 = only at the end
     sample_interval: int = 2000  # a few lines of text
     eval_tokens: int = 2**20  # held-out tokens per evaluation, spread evenly over the split
@@ -322,7 +322,7 @@ class TrainConfig:
     remat: typing.Literal["none", "block", "selective"] = "none"  # keep less of a block, compute it again in backward
     compile: bool = True  # torch.compile the block, once for all layers
     deterministic: bool = False  # on a GPU too, runs repeat to the bit (a CPU's do anyway); bench.py step has the cost
-    peak_tflops: float | None = None  # of one device, for the mfu column where the device's name is not known
+    peak_tflops: float | None = None  # of one device, where its name is not known: for mfu, the share of it reached
     max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
     wandb_project: str | None = None  # send the log to this project of Weights & Biases too
     tensorboard: bool = False  # write the log to out_dir/tensorboard too, for `tensorboard --logdir out`

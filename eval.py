@@ -25,7 +25,7 @@ def parse(argv):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("run", help="run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)")
     p.add_argument("--data", metavar="FOLDER", help="data set (default: the one the run was trained on)")
-    p.add_argument("--split", default="val", choices=("val", "train"), help="(val)")
+    p.add_argument("--split", default="val", choices=("val", "train"), help="held-out text, or the trained-on (val)")
     p.add_argument("--max_tokens", type=float, metavar="N",
                    help="at most so many, in windows spread evenly over the split (default: all)")
     p.add_argument("--seq_len", type=int, metavar="N", help="context of a window (default: the run's)")

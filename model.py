@@ -41,19 +41,19 @@ class ModelConfig:
     embed_scale: bool = False  # multiply embeddings by sqrt(d_model) (original Transformer, Gemma)
     # shape
     d_model: int = 512  # width of the residual stream
-    n_layers: int = 30
+    n_layers: int = 30  # blocks
     n_heads: int = 8  # query heads
     n_kv_heads: int = 2  # key/value heads, shared by groups of query heads
-    head_dim: int = 64
+    head_dim: int = 64  # width of a head
     d_ff: int = 1408  # hidden width of the MLP
     max_seq_len: int = 2048  # longest context, in tokens
     # switches
-    pos: Literal["rope", "learned"] = "rope"
-    rope_theta: float = 10000.0
+    pos: Literal["rope", "learned"] = "rope"  # positions: rotations of queries and keys, or a table of vectors
+    rope_theta: float = 10000.0  # base of rope's wavelengths; larger for longer contexts
     nope_every: int = 0  # every n-th layer has no rotary positions; 0 = off
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = 1e-5
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm as GPT-2
+    norm_eps: float = 1e-5  # added under the norm's root
+    mlp: Literal["swiglu", "gelu"] = "swiglu"  # gelu as GPT-2: two matrices, no gate
     bias: bool = False  # biases in linears and LayerNorm
     qk_norm: bool = True  # RMSNorm over head_dim on queries and keys, before rotation
     logit_softcap: float = 0.0  # cap * tanh(logits / cap), in training and sampling; 0 = off

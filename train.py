@@ -4,13 +4,15 @@
     python train.py configs/stack100m.py                                   one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/stack100m.py   eight
     python train.py configs/stack100m.py --init_from=resume                go on after a stop, exactly
-    python train.py configs/x.py --init_from=out/stack100m --out_dir=out/x   finetune, hf:FOLDER for Hugging Face's
+    python train.py configs/demo.py --init_from=out/demo --data_dir=data/mine --out_dir=out/mine
+                                     finetune a run; --init_from=hf:FOLDER a model of Hugging Face's
 
 Ctrl-C, SIGTERM or a lost terminal finishes the step, saves and leaves with exit code 0; a second one leaves at once.
 
 A run that was stopped or killed and resumed is the run that never stopped: batches, dropout and learning rate are
 functions of the position (seed, step, micro step, data rank), the rest of the state is in the checkpoint, and hyper-
-parameters come from the command line again.  Steps whose gradient is not finite are skipped, by all ranks together.
+parameters come from the command line again.  Steps whose gradient is not finite are skipped, by all ranks (processes)
+together.
 """
 
 import contextlib

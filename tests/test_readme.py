@@ -60,6 +60,21 @@ def test_quick_start_is_what_make_demo_does():
     assert [argv[:len(want)] for argv, want in zip(made, printed, strict=True)] == printed
 
 
+def test_measurements_say_how():
+    """A table of measurements has in its section the command, the machine, the version and the day; each run of the
+    results is a command of its own, and its config is there."""
+    measured = [section for section in re.split(r"^## ", README, flags=re.MULTILINE)
+                if re.search(r"^\|.*(seconds|MiB|tokens/s|tokens a second|bits per byte)", section, re.MULTILINE)]
+    assert [section.split("\n")[0] for section in measured][:1] == ["What you get"] and len(measured) > 1
+    for section in measured:
+        for pattern in (r"`python \w+\.py [^`]+`", r"\b20\d\d-\d\d-\d\d\b", r"\d cores|GPU|H[12]00", r"torch 2\.\d+"):
+            assert re.search(pattern, section), f"{section[:40]}: no {pattern}"
+    rows = re.findall(r"^\|.*\d \|$", measured[0], re.MULTILINE)
+    assert len(rows) >= 2
+    for row in rows:
+        assert (ROOT / re.search(r"`python train\.py (configs/\w+\.py)", row)[1]).exists()
+
+
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"^python (?:train|account)\.py .*$", README, re.MULTILINE))))
 def test_settings_in_the_readme_exist(line):
     """Each printed train.py and account.py command has a config that is there and settings that exist."""

@@ -79,6 +79,19 @@ def test_make_clean_leaves_data_and_runs():
     assert ".venv" in deleted and not [word for word in deleted if word.startswith(("data", "out", "/", "*"))]
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_begins_with_examples(name):
+    """A command's page says in a line what it is for, then how to call it."""
+    lines = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))).splitlines()
+    assert lines[0].endswith(".") and not lines[1] and lines[2].startswith(f"    python {name}.py ")
+
+
+@pytest.mark.parametrize("cls", [model.ModelConfig, config.TrainConfig])
+def test_every_setting_is_explained(cls):
+    comments, _ = config._comments(cls)
+    assert [name for name in cls.__dataclass_fields__ if not comments[name]] == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_configs_load_and_say_what_they_cost(path):
     """Every training config is sound, and its head names hardware, time, expected loss and the launch line."""
