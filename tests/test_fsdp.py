@@ -1,5 +1,6 @@
 """Ranks that hold parts of one model train it as one process does, and what they saved anyone goes on from."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -11,7 +12,7 @@ import runs
 import torch
 from safetensors.torch import load_file
 from test_account import LiveStorage
-from test_parallel import in_fp32, run_ranks
+from test_parallel import check_output, in_fp32, run_ranks
 
 import checkpoint
 import convert
@@ -201,6 +202,30 @@ def test_a_killed_rank_ends_the_job(data, tmp_path):
     assert codes[0] not in (0, None) and codes[1] == -9
     assert runs.progress(tmp_path / "run")["step"] in (1, 2)
     assert runs.progress(runs.run(data, tmp_path / "run", init_from="resume", **changes))["step"] == 5
+
+
+def fill_rank_1s_disk_once():
+    """In the process: rank 1's second part does not fit, all others do."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    in_fp32()
+    write, calls = FileSystemWriter._write_data, []
+
+    def once(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2 and read_ranks().rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, *args, **kwargs)
+    FileSystemWriter._write_data = once
+
+
+def test_a_full_disk_on_one_rank(data, single, tmp_path):
+    """Is said once, on behalf of the run; the checkpoint before stays, training goes on, and the next save succeeds."""
+    out = run_ranks(data, tmp_path, prepare=fill_rank_1s_disk_once, dp="fsdp",
+                    **SAME | dict(save_interval=1, keep=9, eval_interval=0))
+    assert sorted(p.name for p in out.glob("ckpt_*")) == ["ckpt_last"] + [f"ckpt_step_000000{n}" for n in (1, 3, 4, 5)]
+    said = check_output(tmp_path)
+    assert said.count("ckpt_last could not be saved: No space left on device. The one before it is intact.") == 1
+    assert_close(single(eval_interval=0), out)
 
 
 def damage(folder, change):
