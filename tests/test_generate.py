@@ -152,7 +152,8 @@ def test_one_token_is_not_worth_compiling(lively, monkeypatch):
     """A single new token, as in measuring how fast a prompt is read, comes from the prompt alone."""
     model = lively()
     monkeypatch.setattr("model._decode_step", lambda *args: 1 / 0)
-    assert generate(model, [prompt(5)], max_new_tokens=1, compile=True) == generate(model, [prompt(5)], max_new_tokens=1)
+    one = dict(prompts=[prompt(5)], max_new_tokens=1)
+    assert generate(model, **one, compile=True) == generate(model, **one)
 
 
 def test_seeds(lively):
