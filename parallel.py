@@ -6,11 +6,11 @@ model into this process's part of it by one call, in the only order that works: 
 projection holds, recomputation wraps a block, the compiler sees both, data parallelism goes around it all.
 
 *ddp*: every process holds the model, gradients are averaged after the last micro batch's backward
-(DistributedDataParallel).
+(DistributedDataParallel; or, since that knows no parts, by `finish_gradients` where tp is more than 1).
 
 *fsdp*: weights, gradients and optimizer state are divided over the dp ranks (FSDP2's `fully_shard`), and a block's
 weights are gathered when it runs, so that 1/dp_size of the state and one block are in memory.  Each block is a group;
-the table, learned positions, final norm and an untied head are the root group, gathered once per step: a tied table is
+the table, learned positions, final norm and an untied head are the root group, gathered once a micro batch: a tied table is
 one parameter used at both ends, and a group of its own would be freed between them.  Built on the meta device, no
 process ever holds the whole model; initial weights are drawn parameter by parameter as one process draws them, and each
 keeps its rows.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays fp32, as

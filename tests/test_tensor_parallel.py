@@ -186,6 +186,8 @@ def test_what_cannot_be_cut_is_refused(tiny):
     assert [line.split(" ")[0] for line in found] == ["n_kv_heads", "d_ff", "the", "dropout"]
     assert "320 rows and tp (4) needs a multiple of 128 * 4 = 512. Set --vocab_multiple=512" in found[2]
     assert tensor_parallel.problems(ModelConfig(), 2) == []
+    with pytest.raises(ValueError, match="float16.*With tp .2. use --dtype=bfloat16 or float32"):
+        parallel.parallelize(tiny(), parallel.Ranks(0, 0, 2, tp=2), torch.device("cpu"), dtype=torch.float16)
 
 
 def test_plan():
