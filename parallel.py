@@ -10,11 +10,11 @@ projection holds, recomputation wraps a block, the compiler sees both, data para
 
 *fsdp*: weights, gradients and optimizer state are divided over the dp ranks (FSDP2's `fully_shard`), and a block's
 weights are gathered when it runs, so that 1/dp_size of the state and one block are in memory.  Each block is a group;
-the table, learned positions, final norm and an untied head are the root group, gathered once a micro batch: a tied table is
-one parameter used at both ends, and a group of its own would be freed between them.  Built on the meta device, no
-process ever holds the whole model; initial weights are drawn parameter by parameter as one process draws them, and each
-keeps its rows.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays fp32, as
-autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains and
+the table, learned positions, final norm and an untied head are the root group, gathered once a micro batch: a tied
+table is one parameter used at both ends, and a group of its own would be freed between them.  Built on the meta device,
+no process ever holds the whole model; initial weights are drawn parameter by parameter as one process draws them, and
+each keeps its rows.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays fp32,
+as autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains and
 biases, which are rounded too (at 1 and 0, where they start, to themselves).
 
 Everything that decides something (stop, skip a step, best so far) is decided on values reduced over all ranks, so that
