@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shards import HEADER_BYTES, natural, read_header, read_meta
+from shards import HEADER_BYTES, natural, read_listed, read_meta
 
 
 class TokenData:
@@ -67,11 +67,7 @@ class TokenData:
         self._shards, windows = [], []  # (path, header, layout) and the number of windows in it
         shards = self.meta["splits"].get(split, {"shards": []})["shards"]
         for entry in sorted(shards, key=lambda entry: natural(entry["file"])):
-            path, header = self.dir / entry["file"], read_header(self.dir / entry["file"])
-            found = (header.n_tokens, header.fingerprint[:12], header.checksum or entry["checksum"])
-            if found != (said := (entry["tokens"], self.fingerprint[:12], entry["checksum"])):
-                raise ValueError(f"{path} has (tokens, tokenizer, checksum) {found}; meta.json says {said}.\n  It is "
-                                 "of another data set: copy the right one, or make the set again with prepare.py.")
+            path, header = read_listed(self.dir, entry, self.fingerprint)
             layout = Layout(path, header, self.boundary_id, seq_len) if packing == "best_fit" else None
             self._shards.append((path, header, layout))
             windows.append(layout.n_windows if layout else max(header.n_tokens - 1, 0) // seq_len)

@@ -52,7 +52,7 @@ except ModuleNotFoundError as error:
     from config import not_installed
     not_installed(error)
 
-from shards import open_shard, read_header, read_meta, verify_shard, write_meta
+from shards import fingerprint_data, open_shard, read_header, read_listed, read_meta, verify_shard, write_meta
 from sources import Reader, Source
 
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
@@ -479,11 +479,12 @@ def verify(folder):
     """Every checksum, id, document and byte of a set against headers, meta.json and tokenizer."""
     meta, tokenizer = open_set(folder)
     print(summary(folder))
+    listed = {name: split["shards"] for name, split in meta["splits"].items()}
+    if fingerprint_data(meta["tokenizer"], listed) != meta["data_fingerprint"]:
+        raise ValueError(f"{folder}/meta.json lists other shards than those it was written for.{ANEW}")
     for name, split in meta["splits"].items():
         for shard in split["shards"]:
-            header = verify_shard(folder / shard["file"])
-            if header.n_tokens != shard["tokens"] or header.checksum not in ("", shard["checksum"]):
-                raise ValueError(f"{folder / shard['file']} is not the file that meta.json describes.{ANEW}")
+            verify_shard(read_listed(folder, shard, meta["tokenizer"])[0])
         used, longest, last, at = np.zeros(meta["vocab_size"], np.int64), 0, 0, 0
         for ids in blocks(folder, meta, name):
             if ids.max() >= len(used):

@@ -177,11 +177,25 @@ def open_shard(path: str | Path, *, fingerprint: str | None = None) -> np.ndarra
     return np.memmap(path, header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.n_tokens,))
 
 
+def read_listed(folder: Path, entry: dict, fingerprint: str) -> tuple[Path, Header]:
+    """Path and header of a shard, which have to be what meta.json says of it: its entry, the set's tokenizer."""
+    path = folder / entry["file"]
+    header = read_header(path)
+    found = (header.n_tokens, header.fingerprint, header.checksum or entry["checksum"])
+    if found != (said := (entry["tokens"], fingerprint, entry["checksum"])):
+        raise ValueError(f"{path} has (tokens, tokenizer, checksum) {found}; meta.json says {said}.\n  It was damaged "
+                         "or is of another data set: copy the right one, or make the set again with prepare.py.")
+    return path, header
+
+
 def verify_shard(path: str | Path) -> Header:
     """Read a whole shard and compare it with its checksum (foreign shards have none); returns the header."""
     header, digest = read_header(path), hashlib.blake2b(digest_size=8)
     with open(path, "rb") as file:
-        file.seek(HEADER_BYTES)
+        unused = np.frombuffer(file.read(HEADER_BYTES), "<i4")[14 if header.fingerprint else 3:]
+        if unused.any():
+            raise ValueError(f"{path} has words in its header that no shard has.\n  They were damaged, or a later "
+                             "version wrote them: copy it again, or make the data set again with prepare.py.")
         while block := file.read(1 << 24):
             digest.update(block)
     if header.checksum not in ("", digest.hexdigest()):
@@ -202,7 +216,7 @@ def write_meta(data_dir: str | Path, *, sources, fingerprint: str, vocab_size: i
     plus "documents" and "bytes" (of their text). sources and extra: whatever JSON a reader may want to know.
     """
     meta = {"version": META_VERSION, "sources": sources, "tokenizer": fingerprint, "vocab_size": vocab_size,
-            "boundary_id": boundary_id, "data_fingerprint": _data_fingerprint(fingerprint, splits), **extra}
+            "boundary_id": boundary_id, "data_fingerprint": fingerprint_data(fingerprint, splits), **extra}
     meta["splits"] = {split: {**{key: sum(int(entry[key]) for entry in entries)
                                  for key in ("tokens", "documents", "bytes")}, "shards": entries}
                       for split, entries in splits.items()}
@@ -253,12 +267,12 @@ def _foreign_meta(folder):
         raise FileNotFoundError(f"{folder} has no meta.json, and no llm.c shards (*_train_*.bin, *_val_*.bin) either.\n"
                                 f"  Make it, or finish making it: python prepare.py stdlib --out {folder}")
     return {"version": META_VERSION, "sources": ["llm.c shards"], "tokenizer": "", "vocab_size": GPT2_VOCAB_SIZE,
-            "boundary_id": GPT2_BOUNDARY_ID, "data_fingerprint": _data_fingerprint("", splits),
+            "boundary_id": GPT2_BOUNDARY_ID, "data_fingerprint": fingerprint_data("", splits),
             "splits": {split: {"tokens": sum(entry["tokens"] for entry in entries), "shards": entries}
                        for split, entries in splits.items()}}
 
 
-def _data_fingerprint(fingerprint, splits):
+def fingerprint_data(fingerprint: str, splits: dict[str, list[dict]]) -> str:
     """One sha256 for tokenizer and contents: the same value, seed and position give the same batch."""
     shards = [[split, entry["file"], entry["tokens"], entry["checksum"]] for split in sorted(splits)
               for entry in sorted(splits[split], key=lambda entry: natural(entry["file"]))]

@@ -535,7 +535,23 @@ def test_show_and_verify(tmp_path, corpus, vocabulary, capsys, monkeypatch):
         assert run("verify", out) == 2, name
         assert str(out) in capsys.readouterr().err
         (out / name).write_bytes(whole)
+    for name in ("train_000001.bin", "val_000000.bin"):  # in the header, at the borders, anywhere
+        whole = (out / name).read_bytes()
+        for at in (0, 4, 8, 12, 16, 47, 48, 55, 56, 1023, 1024, len(whole) - 1, random.Random(name).randrange(1024)):
+            (out / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+            assert run("verify", out) == 2 and name in capsys.readouterr().err, at
+        for cut in (whole[:-1], whole + b"\0", whole[:700]):
+            (out / name).write_bytes(cut)
+            assert run("verify", out) == 2 and name in capsys.readouterr().err
+        (out / name).write_bytes(whole)
+    meta = meta_of(out)
+    meta["splits"]["train"]["shards"] = meta["splits"]["train"]["shards"][:-1]  # sound files, but not all of them
+    whole = (out / "meta.json").read_bytes()
+    (out / "meta.json").write_text(json.dumps(meta))
+    assert run("verify", out) == 2 and "lists other shards" in capsys.readouterr().err
+    (out / "meta.json").write_bytes(whole)
     assert run("verify", out) == 0 and run("verify", tmp_path / "absent") == 2
+    assert "tokens per document" in capsys.readouterr().out
     assert run("show", out, "--split", "test") == 2 and "It has train, val" in capsys.readouterr().err
 
 
