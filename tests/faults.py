@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ import test_parallel  # noqa: E402
 from test_faults import wait_for  # noqa: E402
 
 import train  # noqa: E402
+from prepare import verify  # noqa: E402
 
 
 def kills(data, folder, n=50):
@@ -100,27 +102,34 @@ def paced():
     train.schedule = lambda cfg, step: print(f"at {step}.", flush=True) or time.sleep(0.05) or schedule(cfg, step)
 
 
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """A folder with a disk of its own of `size`, such as 4m; None where this machine does not allow that."""
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder]).returncode:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder])
+
+
 def disk(data, folder, n=5):
     """the disk fills up during a run and is emptied again: the run goes on and saves at the next interval"""
-    mount = folder / "small"
-    mount.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", mount]).returncode:
-        return 0, 0, "not injected: a small tmpfs needs root"
-    try:
+    with small_disk(folder / "small", "4m") as mount:
+        if mount is None:
+            return 0, 0, "not injected: a small tmpfs needs root"
         configs = runs.settings(data, mount / "run", max_steps=10**6, save_interval=2, decay_fraction=0)
         output, survived, step = folder / "output", 0, 0
         process = runs.start(configs, output, prepare=paced)
         for i in range(n):
             wait_for(output, f"at {step + 4}.")
-            with open(mount / "ballast", "wb", buffering=0) as ballast:
-                try:
-                    while True:
-                        ballast.write(bytes(1 << 14))
-                except OSError:
-                    pass
-            told = "could not be saved"
+            with open(mount / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+                while True:
+                    ballast.write(bytes(1 << 14))
             end = time.monotonic() + 60
-            while output.read_text().count(told) < i + 1 and time.monotonic() < end:
+            while output.read_text().count("could not be saved") < i + 1 and time.monotonic() < end:
                 time.sleep(0.01)
             before = runs.progress(mount / "run")["step"]
             (mount / "ballast").unlink()
@@ -131,8 +140,28 @@ def disk(data, folder, n=5):
         process.terminate()
         assert runs.finish(process) == [0], output.read_text()
         return n, survived, "0 steps"
-    finally:
-        subprocess.run(["umount", "-l", mount])
+
+
+def damage(data, folder, n=60):
+    """a byte flipped or the end cut off, in weights, moments or shards: refused by name, and nothing is changed"""
+    rng, survived, set_folder = random.Random(6), 0, folder / "data"
+    shutil.copytree(data, set_folder)
+    out = runs.run(data, folder / "run", max_steps=2)
+    files = [out / "ckpt_last" / "model.safetensors", out / "ckpt_last" / "optim.pt", set_folder / "train_000000.bin"]
+    for i in range(n):
+        file = files[i % 3]
+        whole = file.read_bytes()
+        at = rng.randrange(len(whole))
+        file.write_bytes(whole[:at] + (bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1:]) * (i % 2))
+        try:
+            verify(set_folder) if file.suffix == ".bin" else runs.run(data, out, max_steps=4, init_from="resume")
+        except ValueError as error:
+            survived += str(file) in str(error)
+        file.write_bytes(whole)
+    verify(set_folder)
+    runs.run(data, out, max_steps=4, init_from="resume")
+    assert [line["step"] for line in runs.log(out, key="loss")] == [1, 2, 3, 4]
+    return n, survived, "0 steps"
 
 
 def prepare(data, folder, n=20):
@@ -160,8 +189,28 @@ def prepare(data, folder, n=20):
     return n, killed, "0 tokens"
 
 
+def prepare_disk(data, folder, n=5):
+    """the disk is full while prepare.py writes: a sentence, exit code 2; with room it continues, byte for byte"""
+    command = [sys.executable, str(ROOT / "prepare.py"), "stdlib", "--tokenizer", data, "--shard_tokens", "500000"]
+    subprocess.run([*command, "--out", folder / "straight"], check=True, capture_output=True)
+    whole = sum(path.stat().st_size for path in (folder / "straight").iterdir())
+    survived = 0
+    with small_disk(folder / "small", whole // 4) as mount:
+        if mount is None:
+            return 0, 0, "not injected: a small tmpfs needs root"
+        for i in range(n + 1):
+            done = subprocess.run([*command, "--out", mount / "out"], capture_output=True, text=True)
+            survived += done.returncode == 2 and "is full" in done.stderr and "Traceback" not in done.stderr
+            room = whole // 4 + (i + 1) * whole // 2 // n if i < n - 1 else 2 * whole
+            subprocess.run(["mount", "-o", f"remount,size={room}", mount], check=True)
+        assert done.returncode == 0, done.stderr
+        for path in (folder / "straight").iterdir():
+            assert path.read_bytes() == (mount / "out" / path.name).read_bytes(), path.name
+    return n, survived, "0 tokens"
+
+
 def memory(data, folder, size=2 * 10**9, limit_mb=600):
-    """2 GB of text through prepare.py in at most 600 MB of resident memory"""
+    """2 GB of text through prepare.py, which may not allocate more than 600 MB and must not be resident with more"""
     text = "".join(p.read_text(errors="ignore") for p in sorted(Path(os.__file__).parent.glob("*.py")))
     rng, written = random.Random(5), 0
     with open(folder / "corpus.jsonl", "w", encoding="utf-8") as file:
@@ -169,19 +218,24 @@ def memory(data, folder, size=2 * 10**9, limit_mb=600):
             start = rng.randrange(len(text) - 20_000)
             document = f"{written}\n{text[start:start + rng.randrange(1_000, 20_000)]}"
             written += file.write(json.dumps({"text": document}) + "\n")
+
+    def cap():  # of heap, stacks and anonymous maps: beyond it the system refuses more
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_mb * 10**6, limit_mb * 10**6))
     command = [sys.executable, str(ROOT / "prepare.py"), str(folder / "corpus.jsonl"), "--out", str(folder / "data")]
-    process, peak = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), 0
+    with open(folder / "output", "w") as output:
+        process, peak = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=cap), 0
     while process.poll() is None:
         with contextlib.suppress(OSError, IndexError):  # it has just ended
             status = Path(f"/proc/{process.pid}/status").read_text()
             peak = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6  # the highest it has ever been
         time.sleep(0.2)
-    assert process.returncode == 0
+    assert process.returncode == 0, (folder / "output").read_text()[-1000:]
     return 1, int(0 < peak <= limit_mb), f"0 tokens, peak {peak:,.0f} MB"
 
 
 def main():
-    faults = {f.__name__: f for f in (kills, signals, ranks, gradients, disk, prepare, memory)}
+    faults = {f.__name__: f for f in (kills, signals, ranks, gradients, damage, disk, prepare,
+                                         prepare_disk, memory)}
     unknown = set(sys.argv[1:]) - faults.keys()
     if unknown:
         sys.exit(f"faults.py: there is no {', '.join(sorted(unknown))}. There is: {', '.join(faults)}.")
