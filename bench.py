@@ -67,7 +67,6 @@ from device import DTYPES, autocast, keep_freed_memory, machine, peak_flops, pic
 from model import (
     GPT,
     ModelConfig,
-    compile_or_not,
     default_chunk,
     flops_per_token,
     fused_linear_cross_entropy,
@@ -75,6 +74,7 @@ from model import (
     quantize_int8,
 )
 from optim import make_optimizers
+from parallel import Ranks, parallelize
 from shards import write_meta, write_shard
 
 ROOT = Path(__file__).resolve().parent
@@ -161,8 +161,9 @@ def copy_rate(device) -> float:
 def run_row(command: list[str], row: str, timeout: float | None = None) -> dict:
     """What `bench.py COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails."""
     try:
-        done = subprocess.run([sys.executable, __file__, *command, "--row", row], capture_output=True, text=True,
-                              timeout=timeout)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:  # else the first step is another day's
+            done = subprocess.run([sys.executable, __file__, *command, "--row", row], capture_output=True, text=True,
+                                  timeout=timeout, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache})
     except subprocess.TimeoutExpired:
         return dict(row=row, failed=f"not ready after {timeout:.0f} s")
     if done.returncode:
@@ -379,10 +380,8 @@ def step_rows(cfg: TrainConfig) -> list[str]:
 def step_model(row: str, model_cfg: ModelConfig, cfg: TrainConfig, device):
     """(model, loss_of(x, y, docs), FLOPs a token).  Ours is train.py's steps 4 and 5; the loss is a mean everywhere."""
     if row == "ours":
-        model = GPT(model_cfg).to(device)
-        if cfg.compile:
-            for block in model.blocks:
-                block.forward = compile_or_not(block.forward)
+        model = parallelize(GPT(model_cfg), Ranks(), device, dtype=pick_dtype(cfg.dtype, device), remat=cfg.remat,
+                            compile=cfg.compile)
 
         def loss_of(x, y, docs):
             return model(x, y, docs=docs, z_loss=cfg.z_loss, reduction="sum") / y.numel()
