@@ -302,7 +302,7 @@ class TrainConfig:
     beta1: float = 0.9  # AdamW's memory of gradients
     beta2: float = 0.95  # AdamW's memory of their squares
     grad_clip: float = 1.0  # a longer gradient, over all parameters, is shortened to this; 0 = off
-    z_loss: float = 1e-4  # weight of logsumexp squared, keeps logits from drifting; 0 = off
+    z_loss: float = 1e-4  # weight of logsumexp squared, keeps logits from drifting; in the logged loss; 0 = off
     schedule: typing.Literal["wsd", "cosine"] = "wsd"  # wsd: warm up, stay at the peak, decay; cosine: fall all along
     warmup_steps: int = 500  # the learning rate rises from 0
     decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd)

@@ -77,7 +77,8 @@ def machine(device: torch.device) -> str:
     with contextlib.suppress(OSError):
         names = [x.split(":")[1] for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
         name = names[0].strip() if names else name
-    return f"{name}, {torch.get_num_threads()} cores"
+    n = torch.get_num_threads()
+    return f"{name}, {n} core{'s' * (n > 1)}"
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

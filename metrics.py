@@ -97,9 +97,9 @@ class RunLog:
         if wandb_project:
             with self.forgive("wandb"):
                 import wandb
-                self.run_id = run_id or wandb.util.generate_id()
                 self.wandb = wandb.init(project=wandb_project, name=self.out_dir.name, dir=str(self.out_dir),
-                                        config=config, id=self.run_id, resume="allow")
+                                        config=config, id=run_id, resume="allow")
+                self.run_id = self.wandb.id
 
     @contextlib.contextmanager
     def forgive(self, what: str):

@@ -151,8 +151,7 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self, *failing):
         super().__init__("wandb")
-        self.failing, self.calls = failing, []
-        self.util = types.SimpleNamespace(generate_id=lambda: "abc123")
+        self.failing, self.calls, self.id = failing, [], "abc123"
 
     def call(self, name, /, *args, **kwargs):
         self.calls.append((name, args, kwargs))
@@ -161,6 +160,7 @@ class FakeWandb(types.ModuleType):
         return self
 
     def init(self, **kwargs):
+        self.id = kwargs["id"] or self.id
         return self.call("init", **kwargs)
 
     def log(self, *args, **kwargs):
@@ -192,7 +192,23 @@ def test_wandb_goes_on_in_its_run(tmp_path, monkeypatch):
     log.write(step=5, loss=1.0)
     RunLog(tmp_path, wandb_project="p", resume_step=5, run_id="xyz")
     calls = [(name, kwargs.get("id"), kwargs.get("step")) for name, _, kwargs in wandb.calls]
-    assert calls == [("init", "abc123", None), ("log", None, 5), ("init", "xyz", None)]
+    assert calls == [("init", None, None), ("log", None, 5), ("init", "xyz", None)]
+
+
+def test_the_real_wandb(tmp_path, monkeypatch):
+    """The package as it is, offline: two sittings of one run are recorded under one id, without a warning."""
+    pytest.importorskip("wandb")
+    for key, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DIR", str(tmp_path))):
+        monkeypatch.setenv(key, value)
+    first = RunLog(tmp_path, wandb_project="p", config={"a": 1})
+    first.write(step=1, loss=1.0)
+    first.close()
+    second = RunLog(tmp_path, wandb_project="p", resume_step=1, run_id=first.run_id)
+    second.write(step=2, loss=1.0, sample="text")
+    second.close()
+    assert first.failed == second.failed == set() and first.run_id == second.run_id
+    recorded = [p for p in tmp_path.rglob("*.wandb") if not p.parent.is_symlink()]
+    assert recorded and {p.stem for p in recorded} == {f"run-{first.run_id}"}
 
 
 @pytest.mark.parametrize("broken", ["write", "plot", "open"])

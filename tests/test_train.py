@@ -376,8 +376,8 @@ def test_wandb(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
     for init_from, max_steps in (("scratch", 2), ("resume", 3)):
         out = runs.run(data, tmp_path / "run", max_steps=max_steps, init_from=init_from, wandb_project="p")
-        wandb.util.generate_id = lambda: "another"
-    assert [kwargs["id"] for name, _, kwargs in wandb.calls if name == "init"] == ["abc123", "abc123"]
+        wandb.id = "another"
+    assert [kwargs["id"] for name, _, kwargs in wandb.calls if name == "init"] == [None, "abc123"]
     assert [kwargs["step"] for name, _, kwargs in wandb.calls if name == "log"] == [1, 2, 3]
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("log", "finish"))
     with pytest.warns(UserWarning, match="wandb failed"):
