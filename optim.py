@@ -110,21 +110,20 @@ class Muon(Optimizer):
         torch._foreach_add_(params, each, alpha=-group["lr"] * 0.2 * math.sqrt(max(m, k)))
 
     def _orthogonalize_sharded(self, update, shape: tuple[int, int], dtype, mesh, placements):
-        """The same for the parts update (n, rows, columns) of n matrices of this shape, in place: put together, matrix
-        i on rank i % size, and taken apart again."""
+        """The same for the parts update (n, rows, columns) of n matrices of this shape, in place: each rank puts some
+        of them together, and takes them apart again."""
         import torch.distributed as dist
         key = (shape, mesh, placements)
         if key not in self._parts:
             self._parts[key] = parts_of(shape, mesh, placements)
         group, parts = self._parts[key]
         size, rank = len(parts), dist.get_rank(group)
-        owned = [len(range(owner, len(update), size)) for owner in range(size)]  # matrices per rank
+        owned = [len(range(owner, len(update), size)) for owner in range(size)]  # as many on each rank, or one more
         n, part = owned[rank], update[0].numel()
-        order = [i for owner in range(size) for i in range(owner, len(update), size)]  # by owner
         mine = [n * len(rows) * len(columns) for rows, columns in parts]  # numbers of my matrices on each rank
         theirs = [count * part for count in owned]
         received = update.new_empty(sum(mine))
-        dist.all_to_all_single(received, update[order].flatten(), mine, theirs, group=group)
+        dist.all_to_all_single(received, update.flatten(), mine, theirs, group=group)
         full = update.new_empty(n, *shape)
         for (rows, columns), piece in zip(parts, received.split(mine), strict=True):
             full[:, rows[:, None], columns] = piece.view(n, len(rows), len(columns))
@@ -133,7 +132,7 @@ class Muon(Optimizer):
         pieces = torch.cat([full[:, rows[:, None], columns].flatten() for rows, columns in parts]).to(dtype)
         returned = pieces.new_empty(sum(theirs))
         dist.all_to_all_single(returned, pieces, theirs, mine, group=group)
-        update[order] = returned.view(update.shape).to(update.dtype)
+        update.copy_(returned.view(update.shape))
 
     def _orthogonalize(self, update, dtype):
         """Newton-Schulz of each matrix.  update (n, m, k) -> (n, m, k) in dtype, in a buffer that is reused."""

@@ -15,7 +15,8 @@ table is one parameter used at both ends, and a group of its own would be freed 
 no process ever holds the whole model; initial weights are drawn parameter by parameter as one process draws them, and
 each keeps its rows.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays fp32,
 as autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains and
-biases, which are rounded too (at 1 and 0, where they start, to themselves).
+biases, which are rounded too (at 1 and 0, where they start, to themselves).  Gradients are reduced after the last micro
+batch only; where there are several, each rank holds the whole of them (4 bytes a parameter) until then.
 
 Everything that decides something (stop, skip a step, best so far) is decided on values reduced over all ranks, so that
 no rank goes where another does not.  Tested with gloo on CPU; with nccl none of this has run.
