@@ -18,7 +18,7 @@ demo: $(READY)
 	$(PY) eval.py out/demo
 	@echo
 	$(PY) sample.py out/demo --prompt "    def read" --max_new_tokens 150 --temperature 0.9 --top_p 0.9 --seed 4
-	@echo; echo "The loss curve is out/demo/loss.png. Try next:"
+	@echo; echo "Curves, samples and settings are in out/demo/report.html. Try next:"
 	@echo '  $(PY) sample.py out/demo --interactive'
 	@echo '  $(PY) eval.py out/demo --embeddings'
 	@echo '  $(PY) account.py configs/stack100m.py'

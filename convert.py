@@ -400,7 +400,9 @@ def main(argv=None):
             ("gather", "one file of weights from a sharded run"),
             ("export", "write a Hugging Face folder"), ("gguf", "write a file for llama.cpp"),
             ("import", "read a Hugging Face folder or nanoGPT's ckpt.pt")):
-        command = commands.add_parser(name, help=help_text, allow_abbrev=False)
+        example = next(line for line in text.splitlines() if f" convert.py {name} " in line)
+        command = commands.add_parser(name, help=help_text, description=example, allow_abbrev=False,
+                                      formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_argument("source", metavar="DIR" if name == "import" else "RUN", help=(
             "Hugging Face folder, or nanoGPT's ckpt.pt" if name == "import" else
             "run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)"))
