@@ -4,9 +4,11 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import runs
@@ -317,6 +319,31 @@ def test_rest_of_a_cut_off_save_is_cleared_at_the_start(data, tmp_path, monkeypa
     runs.at(monkeypatch, lambda step: left.extend(p.name for p in out.glob("*.new")))
     runs.run(data, out, max_steps=3, init_from="resume")
     assert left == [] and runs.progress(out)["step"] == 3
+
+
+def tell_peak():
+    """In the process: the highest resident memory so far, on stdout at the start of each step."""
+    schedule = train.schedule
+
+    def told(cfg, step):
+        status = Path("/proc/self/status").read_text()
+        print(f"kB {status.split('VmHWM:')[1].split()[0]} at {step}", flush=True)
+        return schedule(cfg, step)
+    train.schedule = told
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory")
+def test_resuming_needs_no_more_memory_than_the_run(data, tmp_path):
+    """Weights and moments are not there twice, or the machine that could train could not resume."""
+    big = dict(d_model=384, n_layers=6, n_heads=6, n_kv_heads=6, head_dim=64, d_ff=1536, max_steps=4)  # 14M: 57 + 57 MB
+    peaks = []
+    for flags, max_steps in (((), 4), (("--init_from=resume",), 8)):
+        output = tmp_path / f"output.{max_steps}"
+        process = runs.start(runs.settings(data, tmp_path / "run", **big | dict(max_steps=max_steps)), output, *flags,
+                             prepare=tell_peak)
+        assert runs.finish(process, timeout=120) == [0], output.read_text()
+        peaks.append(int(re.findall(r"kB (\d+) at", output.read_text())[-1]) / 1e3)
+    assert peaks[1] < 1.03 * peaks[0], peaks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
