@@ -479,6 +479,8 @@ def step(args):
                   mfu=x["tok_per_s"] * x["flops_per_token"] / peak if peak else None,
                   optimizer_of_16=x["optimizer_seconds"] / long)
         results.append(x)
+        if x["recompiled"]:
+            print(f"bench.py: row {x['row']!r} compiled {x['recompiled']} graphs after its first step", file=sys.stderr)
         if args.json:
             print_json("step", device, **x, gemm_flops=rate, seq_len=cfg.seq_len, repeats=args.repeats,
                        micro_batch_size=cfg.micro_batch_size, optimizer=cfg.optimizer, doc_mask=cfg.doc_mask,
