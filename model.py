@@ -450,7 +450,7 @@ def _compiled_blocks():
 
 def _blocks(T: int, mask):
     """(queries, keys, mask) of each block of queries: slices of positions, and what of the mask belongs to them."""
-    for start in range(0, T, ATTEND_ROWS):
+    for start in reversed(range(0, T, ATTEND_ROWS)):  # the last first: a square one would be compiled by itself
         end = min(start + ATTEND_ROWS, T)
         yield slice(start, end), slice(0, end), None if mask is None else mask[:, 0, start:end, :end]
 
@@ -471,14 +471,15 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     out, lse = q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(n, groups, T, 1, dtype=torch.float32)
     q, by_key = q.reshape(B, K, groups, T, D), out.view(B, K, groups, T, D)
     k, v = k.reshape(n, T, D), v.reshape(n, T, D)
-    buffer = q.new_empty(n * groups * min(ATTEND_ROWS, T) * T)
-    for rows, keys, seen in _blocks(T, mask):
-        some = q[:, :, :, rows].reshape(n, -1, D)  # (n, groups * t, D)
-        scores = buffer[:some.shape[1] * n * keys.stop].view(n, -1, keys.stop)
-        torch.bmm(some, k[:, keys].transpose(1, 2), out=scores)
-        total, lse[:, :, rows] = _compiled_blocks()[0](scores, seen, groups, D**-0.5)
-        y = torch.bmm(scores, v[:, keys]).view(B, K, groups, -1, D)
-        torch.div(y, total.view(B, K, groups, -1, 1), out=by_key[:, :, :, rows])
+    with torch.inference_mode():  # always the same kind of tensor, or the softmax would be compiled again for another
+        buffer = q.new_empty(n * groups * min(ATTEND_ROWS, T) * T)
+        for rows, keys, seen in _blocks(T, mask):
+            some = q[:, :, :, rows].reshape(n, -1, D)  # (n, groups * t, D)
+            scores = buffer[:some.shape[1] * n * keys.stop].view(n, -1, keys.stop)
+            torch.bmm(some, k[:, keys].transpose(1, 2), out=scores)
+            total, lse[:, :, rows] = _compiled_blocks()[0](scores, seen, groups, D**-0.5)
+            y = torch.bmm(scores, v[:, keys]).view(B, K, groups, -1, D)
+            torch.div(y, total.view(B, K, groups, -1, 1), out=by_key[:, :, :, rows])
     return out, lse
 
 
@@ -498,16 +499,18 @@ def attend_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
     q, grad, by_key = (x.reshape(B, K, groups, T, D) for x in (q, grad, dq))
     keys_of, values = k.reshape(n, T, D), v.reshape(n, T, D)
     dk, dv = (q.new_zeros(n, T, D, dtype=torch.float32) for _ in range(2))
-    buffer = q.new_empty(2, n * groups * min(ATTEND_ROWS, T) * T)
-    for rows, keys, seen in _blocks(T, mask):
-        some, some_grad = q[:, :, :, rows].reshape(n, -1, D), grad[:, :, :, rows].reshape(n, -1, D)
-        weights, dscores = buffer[:, :some.shape[1] * n * keys.stop].view(2, n, -1, keys.stop)
-        torch.bmm(some, keys_of[:, keys].transpose(1, 2), out=weights)
-        torch.bmm(some_grad, values[:, keys].transpose(1, 2), out=dscores)
-        _compiled_blocks()[1](weights, dscores, seen, lse[:, :, rows], delta[:, :, rows], groups, D**-0.5)
-        dv[:, keys] += torch.bmm(weights.transpose(1, 2), some_grad)
-        dk[:, keys] += torch.bmm(dscores.transpose(1, 2), some)
-        by_key[:, :, :, rows] = torch.bmm(dscores, keys_of[:, keys]).view(B, K, groups, -1, D)
+    with torch.inference_mode():
+        buffer = q.new_empty(2, n * groups * min(ATTEND_ROWS, T) * T)
+        for rows, keys, seen in _blocks(T, mask):
+            some, some_grad = q[:, :, :, rows].reshape(n, -1, D), grad[:, :, :, rows].reshape(n, -1, D)
+            weights, dscores = buffer[:, :some.shape[1] * n * keys.stop].view(2, n, -1, keys.stop)
+            torch.bmm(some, keys_of[:, keys].transpose(1, 2), out=weights)
+            torch.bmm(some_grad, values[:, keys].transpose(1, 2), out=dscores)
+            per_row = lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous()  # as slices: several programs
+            _compiled_blocks()[1](weights, dscores, seen, *per_row, groups, D**-0.5)
+            dv[:, keys] += torch.bmm(weights.transpose(1, 2), some_grad)
+            dk[:, keys] += torch.bmm(dscores.transpose(1, 2), some)
+            by_key[:, :, :, rows] = torch.bmm(dscores, keys_of[:, keys]).view(B, K, groups, -1, D)
     return dq, dk.view(B, K, T, D).to(k.dtype), dv.view(B, K, T, D).to(v.dtype)
 
 
