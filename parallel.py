@@ -141,9 +141,6 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         for block in model.blocks:
             block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
     if compile:
-        # on a CPU cheap operations done twice cost less than keeping their results: 2.72 s a step and 2.3 GB against
-        # 2.85 s and 2.9 GB (Stack-100M, 2 x 1024 tokens, 2 cores); not measured on GPUs, which keep PyTorch's choice
-        torch._functorch.config.aggressive_recomputation = device.type == "cpu"
         for block in model.blocks:
             block.forward = compile_or_not(block.forward)  # one code object: compiled once, used by every layer
     if sharded:
