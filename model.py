@@ -20,6 +20,7 @@ L n_layers, N = B*T tokens.  This file imports torch and the standard library on
 """
 
 import functools
+import itertools
 import math
 import warnings
 from dataclasses import dataclass
@@ -812,7 +813,14 @@ def _decode_step(model: GPT, cache: KVCache, docs):
     def step(ids):
         return head(model, model.hidden(ids, docs=docs, cache=cache)[:, -1])
     if model.embed.weight.device.type != "cuda":
-        return step
+        calls = itertools.count()
+
+        def checked_twice(ids):  # whether each block still fits its program takes a tenth of the time: asked no more
+            if next(calls) < 2:
+                return step(ids)
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                return step(ids)
+        return checked_twice
     length, ids = cache.length, torch.zeros(cache.k.shape[1], 1, dtype=torch.long, device=cache.k.device)
 
     def back():  # what a trial wrote is overwritten by the first true step
