@@ -200,7 +200,7 @@ class Batches:
     AHEAD = 3  # micro batches made in advance, by one thread
 
     def __init__(self, data: TokenData, *, seed: int, micro_batch_size: int, batch_seqs: int, rank: int = 0,
-                 world_size: int = 1, start_seq: int = 0, device="cpu", prefetch: bool = True):
+                 world_size: int = 1, start_seq: int = 0, device="cpu"):
         together = micro_batch_size * world_size
         if batch_seqs < 1 or batch_seqs % together:
             near = [n for n in (batch_seqs // together * together, (batch_seqs // together + 1) * together) if n > 0]
@@ -210,22 +210,17 @@ class Batches:
                              f"{' or '.join(str(n * data.seq_len) for n in near)}, or change --micro_batch_size.")
         self.data, self.seed, self.micro_batch_size, self.device = data, seed, micro_batch_size, torch.device(device)
         self._next, self._stride = start_seq + rank * micro_batch_size, together
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._coming = deque()
 
     def __iter__(self):
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self._pool is None:
-            return self._make(self._take())
         while len(self._coming) <= self.AHEAD:
-            self._coming.append(self._pool.submit(self._make, self._take()))
+            self._coming.append(self._pool.submit(self._make, self._next))
+            self._next += self._stride
         return self._coming.popleft().result()  # raises here what was raised in the thread
-
-    def _take(self):
-        first, self._next = self._next, self._next + self._stride
-        return first
 
     def _make(self, first):
         rows = []
@@ -236,8 +231,7 @@ class Batches:
 
     def close(self) -> None:
         """End the thread. It also ends by itself with this object or the program."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
 
 def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int | None = None, rank: int = 0,

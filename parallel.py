@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tensor_parallel
 from model import GPT, compile_or_not
+from tensor_parallel import local
 
 
 @dataclass
@@ -215,11 +216,6 @@ def total_norm(grads) -> torch.Tensor:
 def is_sharded(tensor) -> bool:
     """A DTensor: this process has a part of it."""
     return hasattr(tensor, "placements")
-
-
-def local(tensor):
-    """The part of a sharded tensor that is here, in the same memory; another tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()

@@ -166,12 +166,9 @@ def read_header(path: str | Path) -> Header:
     return Header(n_tokens, DTYPES[version], fingerprint, checksum)
 
 
-def open_shard(path: str | Path, *, fingerprint: str | None = None) -> np.ndarray:
-    """All tokens of a shard as a read-only memory map; the header is checked, for the tokenizer too if one is given."""
+def open_shard(path: str | Path) -> np.ndarray:
+    """All tokens of a shard as a read-only memory map; the header is checked."""
     header = read_header(path)
-    if fingerprint and header.fingerprint not in ("", fingerprint):
-        raise ValueError(f"{path} holds ids of tokenizer {header.fingerprint[:12]}; ids of {fingerprint[:12]} are "
-                         "needed.\n  Make the data set again with prepare.py --tokenizer, naming the right one.")
     if not header.n_tokens:  # nothing to map is an error to mmap
         return np.empty(0, header.dtype)
     return np.memmap(path, header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.n_tokens,))
@@ -220,12 +217,16 @@ def write_meta(data_dir: str | Path, *, sources, fingerprint: str, vocab_size: i
     meta["splits"] = {split: {**{key: sum(int(entry[key]) for entry in entries)
                                  for key in ("tokens", "documents", "bytes")}, "shards": entries}
                       for split, entries in splits.items()}
-    path = Path(data_dir) / "meta.json"
-    temporary = path.with_name("meta.json.tmp")
-    file = open(temporary, "w", encoding="utf-8")
-    json.dump(meta, file, indent=1, ensure_ascii=False)
-    _publish(file, temporary, path)
+    write_json(Path(data_dir) / "meta.json", meta, indent=1, ensure_ascii=False)
     return meta
+
+
+def write_json(path: Path, tree, **how):
+    """Whole or not at all, whatever happens in between."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(tree, file, **how)
+        _publish(file, temporary, path)
 
 
 def read_meta(data_dir: str | Path) -> dict:
@@ -279,6 +280,6 @@ def fingerprint_data(fingerprint: str, splits: dict[str, list[dict]]) -> str:
     return hashlib.sha256(json.dumps([fingerprint, shards]).encode()).hexdigest()
 
 
-def natural(name):
-    """A sort key by which shard_2 precedes shard_10; the order of a folder's listing differs between machines."""
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", name))]
+def natural(name: str):
+    """A sort key by which part_2 precedes part_10, in whatever order a file system lists them."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", name))], name

@@ -46,13 +46,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizer import replace_surrogates
+from shards import natural
+from tokenizer import CUT, replace_surrogates
 
 KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PACKED = (".gz", ".zst")
 UNPACKED_FACTOR = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of text per byte of file, roughly
 PIECE = 1 << 18  # characters in a piece: enough for the tokenizer's speed, few enough to share out among threads
-CUT = re.compile(r"\S(?=[ \t])")  # where a piece may end without changing a token: the next word brings its space
 CHUNK = 1 << 18  # bytes read from a file at a time
 HOLD = 1 << 24  # bytes of one file kept while its hash is taken; longer files are read a second time instead
 MAX_LINE = 1 << 26  # bytes of one JSON line: to be parsed it has to be in memory whole, and several times over
@@ -147,11 +147,6 @@ def _is_stdlib(name: str) -> bool:
     folders = name.split("/")[:-1]
     return (name.endswith(".py") and not name.startswith(("_sysconfigdata", "config-"))
             and not {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(folders))
-
-
-def natural(name: str):
-    """Sort key under which part_2 comes before part_10, in whatever order a file system lists them."""
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", name))], name
 
 
 # ----------------------------------------------------------------------------------------------------------------------

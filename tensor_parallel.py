@@ -105,18 +105,17 @@ def apply(model: GPT, mesh):
 
 def sum_shared_gradients(model: GPT, group):
     """After a step's last backward: make the gradients of parameters that each rank used for its own heads whole."""
-    gains = [p.grad for block in model.blocks for norm in (block.attn.q_norm, block.attn.k_norm)
+    gains = [local(p.grad) for block in model.blocks for norm in (block.attn.q_norm, block.attn.k_norm)
              for p in norm.parameters() if p.grad is not None]
     if gains:
-        gains = [_local(grad) for grad in gains]
         flat = torch.cat([grad.flatten() for grad in gains])
         dist.all_reduce(flat, group=group)
         for grad, total in zip(gains, flat.split([grad.numel() for grad in gains]), strict=True):
             grad.copy_(total.view_as(grad))
 
 
-def _local(tensor):
-    """The part of a DTensor that lies on this rank; other tensors as they are."""
+def local(tensor):
+    """The part of a DTensor that lies on this rank, in the same memory; another tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -151,7 +150,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 def _lookup(embed, group, ids):
     """ids (B, T) -> (B, T, C) from tables of V/tp rows on each rank."""
-    table = _local(embed.weight)  # (V/tp, C)
+    table = local(embed.weight)  # (V/tp, C)
     ids = ids - dist.get_rank(group) * len(table)
     foreign = (ids < 0) | (ids >= len(table))
     x = F.embedding(ids.masked_fill(foreign, 0), table)
@@ -168,7 +167,7 @@ def cross_entropy(hidden, weight, targets, *, group, **options):
     hidden (N, C) and targets (N,), the ids of the whole vocabulary, are the same on all ranks, and so are the loss and
     the gradient of hidden.  Options, values and errors are the single version's; n_valid_vocab counts over all ranks.
     """
-    weight = _local(weight)
+    weight = local(weight)
     n_rows = len(weight) * dist.get_world_size(group)
     return fused_linear_cross_entropy(_SumOfGradients.apply(hidden, group), weight, targets, n_rows=n_rows,
                                       arithmetic=functools.partial(_chunk_arithmetic, group), **options)

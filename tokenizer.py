@@ -53,7 +53,7 @@ SLICE = 1 << 14  # characters given to tiktoken or rustbpe at once
 GROUP = 1 << 18  # characters per task of encode_documents: 10 ms of work, handed over in 0.05
 MAX_TRAINING_BYTES = 2**31 - 1  # rustbpe counts in int32
 REPLACEMENT = "\ufffd".encode()
-CUT = re.compile(r"\S(?=[ \t])")
+CUT = re.compile(r"\S(?=[ \t])")  # where text may be cut without changing a token: the next word brings its space
 
 
 class Tokenizer:

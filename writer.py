@@ -35,7 +35,7 @@ import time
 
 import numpy as np
 
-from shards import ShardWriter
+from shards import ShardWriter, write_json
 
 SAVE_SECONDS = 10  # between two records of progress
 BLOCK = 1 << 20  # tokens handled together where a whole shard would be too much
@@ -65,7 +65,7 @@ def start(folder, command):
         raise ValueError(f"{folder} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)} and no record of a run; "
                          "a data set needs a folder of its own.\n  Choose a new one with --out.")
     state = fresh(command)
-    save_json(path, state)
+    write_json(path, state)
     return state
 
 
@@ -87,16 +87,6 @@ def _flat(tree, path=""):
         return {path: tree}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree, 1)
     return {key: value for name, branch in items for key, value in _flat(branch, f"{path} {name}".strip()).items()}
-
-
-def save_json(path, tree):
-    """Whole or not at all, whatever happens in between."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(tree, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 @contextlib.contextmanager
@@ -202,7 +192,7 @@ class Output:
         for name, split in self.splits.items():
             self.state["splits"][name] = split.sync()
         self.state.update(seen=self.seen.sync(), bins=self.mixture.bins)
-        save_json(self.job.folder / "progress.json", self.state)
+        write_json(self.job.folder / "progress.json", self.state)
         for split in self.splits.values():
             split.forget_parts()
         self.saved = time.monotonic()

@@ -58,7 +58,7 @@ def made(tmp_path_factory):
     model = GPT(cfg)
     optimizers = make_optimizers(model, muon_lr=6e-3, adamw_lr=3e-3)
     data = TokenData(base / "data", "train", seq_len=SEQ_LEN)
-    batches = Batches(data, seed=0, micro_batch_size=16, batch_seqs=16, prefetch=False)
+    batches = Batches(data, seed=0, micro_batch_size=16, batch_seqs=16)
     for _ in range(train.max_steps):
         x, y, docs = next(batches)
         model(x, y, docs=docs).backward()

@@ -18,7 +18,7 @@ PARTS = {  # what each part may import of ours; commands may import any part, no
     "model": set(), "tokenizer": set(), "shards": set(), "data": {"shards"}, "optim": set(), "config": set(),
     "device": set(), "parallel": {"model", "tensor_parallel"}, "checkpoint": {"model", "parallel", "tokenizer"},
     "metrics": {"config", "data", "device"},
-    "sources": {"tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},
+    "sources": {"shards", "tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},
     "embeddings": {"config"}, "tensor_parallel": {"model"}, "tasks": {"hf", "device"},
     "peers": {"checkpoint", "hf", "model", "tokenizer"},
     "report": {"config", "device", "metrics", "model"},

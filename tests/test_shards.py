@@ -56,7 +56,7 @@ def test_a_shard_is_what_llm_c_reads(tmp_path, n):
     assert read_by_header_only(tmp_path / "train_000000.bin") == ids.tolist()
     header = read_header(tmp_path / "train_000000.bin")
     assert (header.n_tokens, header.fingerprint, header.checksum) == (n, FINGERPRINT, entry["checksum"])
-    assert open_shard(tmp_path / "train_000000.bin", fingerprint=FINGERPRINT).tolist() == ids.tolist()
+    assert open_shard(tmp_path / "train_000000.bin").tolist() == ids.tolist()
     assert os.listdir(tmp_path) == ["train_000000.bin"]
 
 
@@ -166,8 +166,6 @@ def test_a_flipped_bit_is_found_by_its_checksum(folder):
 
 def test_a_shard_of_another_tokenizer_or_set_is_refused(folder, tmp_path):
     good = (folder / "train_000001.bin").read_bytes()
-    with pytest.raises(ValueError, match="train_000001.bin holds ids of tokenizer 0123456789ab; ids of ffffffffffff"):
-        open_shard(folder / "train_000001.bin", fingerprint=OTHER)
     for fingerprint, n in ((OTHER, 37), (FINGERPRINT, 37), (FINGERPRINT, 36)):  # other tokenizer, content, length
         ids = np.arange(1000, 1000 + n) + (fingerprint == FINGERPRINT)
         write_shard(folder / "train_000001.bin", ids, fingerprint=fingerprint, vocab_size=5000)
@@ -242,8 +240,7 @@ def test_another_tokenizer_or_a_smaller_vocabulary_is_refused(folder):
         TokenData(folder, "train", seq_len=8, vocab_size=256)
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_an_id_beyond_the_vocabulary_stops_the_run_with_file_and_place(tmp_path, prefetch):
+def test_an_id_beyond_the_vocabulary_stops_the_run_with_file_and_place(tmp_path):
     folder = make_set(tmp_path / "set", vocab_size=300, train=[50, 50])
     meta = read_meta(folder)
     meta["vocab_size"] = 98  # 50..99 are in the second shard, 98 is the last that a window has
@@ -251,7 +248,7 @@ def test_an_id_beyond_the_vocabulary_stops_the_run_with_file_and_place(tmp_path,
     data = TokenData(folder, "train", seq_len=8)
     message = r"train_000001\.bin has id 98 at token 48; the vocabulary has 98 ids"
     with pytest.raises(ValueError, match=message):
-        batches = Batches(data, seed=0, micro_batch_size=4, batch_seqs=4, prefetch=prefetch)
+        batches = Batches(data, seed=0, micro_batch_size=4, batch_seqs=4)
         for _ in range(3):
             next(batches)
     with pytest.raises(ValueError, match=message):
