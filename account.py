@@ -32,7 +32,6 @@ weight and the KV cache once per token, and is priced by memory bandwidth alone.
 
 import json
 import math
-import signal
 import sys
 from dataclasses import dataclass, replace
 
@@ -42,7 +41,7 @@ except ModuleNotFoundError as error:
     from config import not_installed
     not_installed(error)
 
-from config import ConfigError, TrainConfig, load
+from config import TrainConfig, as_command, load
 from device import DTYPES, PEAK_TFLOPS
 from model import INIT_STD, ModelConfig, default_chunk, flops_per_token, kv_cache_bytes_per_token, num_params
 
@@ -401,15 +400,10 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
 
 
 def main():
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
-    try:
+    with as_command("account.py"):
         cfg, train, options = load((ModelConfig, TrainConfig, AccountConfig), sys.argv[1:], doc=__doc__, check=check)
-    except ConfigError as error:
-        print(f"account.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    a = account(cfg, train, mean_doc_len=options.mean_doc_len, token_budget=options.token_budget)
-    print(json.dumps(a) if options.json else tables(a, cfg, train))
+        a = account(cfg, train, mean_doc_len=options.mean_doc_len, token_budget=options.token_budget)
+        print(json.dumps(a) if options.json else tables(a, cfg, train))
 
 
 if __name__ == "__main__":

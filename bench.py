@@ -61,7 +61,7 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 import peers
-from config import TrainConfig, load
+from config import TrainConfig, as_command, load
 from data import Batches, TokenData
 from device import DTYPES, autocast, keep_freed_memory, machine, peak_flops, pick_device, pick_dtype
 from model import (
@@ -835,7 +835,7 @@ def main():
     args, args.settings = parser.parse_known_args()
     if args.repeats is None:
         args.repeats = 10 if args.run is gpu else 3
-    try:
+    with as_command("bench.py"):
         for name in ("repeats", "n_tokens", "d_model", "vocab", "batch", "prompt_tokens", "new_tokens",
                      "prefill_tokens"):
             if getattr(args, name, 1) < 1:
@@ -843,9 +843,6 @@ def main():
         if args.settings and args.run in (head, prepare):
             raise ValueError(f"{args.settings[0]} is nothing that {args.command} knows. --help lists what it does.")
         args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -89,6 +90,22 @@ def not_installed(error: ModuleNotFoundError):
     print(f"{os.path.basename(sys.argv[0])}: {sys.executable} has no package {error.name!r}.\n  Use this folder's "
           "own (make env, then source .venv/bin/activate), or: pip install -r requirements.txt", file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def as_command(name: str):
+    """Around what a command does: a mistake of the user's is one message and exit code 2, Ctrl-C is 130."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ModuleNotFoundError as error:
+        not_installed(error)
+    except (ValueError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 @contextlib.contextmanager

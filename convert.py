@@ -48,6 +48,7 @@ except ModuleNotFoundError as error:
 
 import checkpoint
 import hf
+from config import as_command
 from metrics import read_log
 from model import GPT, ModelConfig, num_params
 from optim import make_optimizers
@@ -420,7 +421,7 @@ def main(argv=None):
         elif name == "import":
             command.add_argument("--tokenizer", help="a data or run folder, or tiktoken's name, instead of DIR's own")
     args = parser.parse_args(argv)
-    try:
+    with as_command("convert.py"):
         out = Path(args.out)
         if out.exists() and (out.is_file() or any(out.iterdir())):
             raise ValueError(f"{out} exists, and nothing is written over.\n  Name another place, or remove it first.")
@@ -438,9 +439,6 @@ def main(argv=None):
             write_gguf(args.source, out, args.type)
         else:
             import_model(args.source, out, tokenizer=args.tokenizer)
-    except (ValueError, OSError) as error:
-        print(f"convert.py: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

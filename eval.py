@@ -15,9 +15,10 @@ vocabularies.
 import argparse
 import json
 import math
-import signal
 import sys
 from pathlib import Path
+
+from config import as_command
 
 
 def parse(argv):
@@ -168,11 +169,9 @@ def rows_of_batches(data, windows: int, batches: int = 4) -> float:
 
 def main():
     args = parse(sys.argv[1:])
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # tokens that the console lacks
-    try:
+    with as_command("eval.py"):
         from checkpoint import load_model  # torch: seconds that --help need not wait for
         from device import pick_device
         device = pick_device("cpu" if args.embeddings else args.device)
@@ -209,14 +208,6 @@ def main():
             bpb = "no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte"
             print(f"{name}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | {bpb} | "
                   f"{r['tokens']:,} tokens, {r['bytes']:,} bytes")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except ModuleNotFoundError as error:
-        from config import not_installed
-        not_installed(error)
-    except (ValueError, OSError) as error:
-        print(f"eval.py: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

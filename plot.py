@@ -13,9 +13,10 @@ ended.  Runs may be under way.
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
+
+from config import as_command, written_aside
 
 
 def parse(argv):
@@ -47,10 +48,7 @@ def last_lines(run: str, xs) -> tuple[dict, dict]:
 
 def main():
     args = parse(sys.argv[1:])
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
-    try:
-        from config import written_aside
+    with as_command("plot.py"):
         from metrics import draw
         xs = [args.x] if args.x else ["tokens", "seconds", "flops"]
         rows = [(run, *last_lines(run, xs)) for run in args.runs]
@@ -66,12 +64,6 @@ def main():
                   f"{at.get('flops', 0):>11.3g}"
                   + "".join(f"{'' if value is None else f'{value:.4f}':>{width}}" for value, width in ends))
         print(f"saved in {args.out}")
-    except ModuleNotFoundError as error:
-        from config import not_installed
-        not_installed(error)
-    except (ValueError, OSError) as error:
-        print(f"plot.py: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

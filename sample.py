@@ -12,9 +12,10 @@ model ends its document.  What looks like a special token in a prompt is text, u
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
+
+from config import as_command
 
 BATCH = 32  # samples generated side by side: bounds the memory of the KV cache
 
@@ -127,12 +128,10 @@ def parse(argv):
 
 def main():
     args = parse(sys.argv[1:])
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
     for stream, how in ((sys.stdout, {"errors": "replace"}), (sys.stdin, {"encoding": "utf-8", "errors": "replace"})):
         if hasattr(stream, "reconfigure"):  # a console that lacks a character shows "?" instead of ending the program
             stream.reconfigure(**how)
-    try:
+    with as_command("sample.py"):
         prompt = None if args.interactive else read_prompt(args.prompt, args.prompt_file)
         from checkpoint import load_model  # torch: seconds that --help and a wrong flag need not wait for
         from device import pick_device, pick_dtype
@@ -149,15 +148,6 @@ def main():
                 sample(model, tokenizer, line, args, args.seed + turn, echo=False)
             except KeyboardInterrupt:
                 print()
-    except KeyboardInterrupt:
-        print()
-        sys.exit(130)
-    except ModuleNotFoundError as error:
-        from config import not_installed
-        not_installed(error)
-    except (ValueError, OSError) as error:
-        print(f"sample.py: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":
