@@ -229,10 +229,6 @@ def naive(hidden, weight, targets):
     return F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
 
-def compiled_naive(hidden, weight, targets):
-    return compiled(naive)(hidden, weight, targets)
-
-
 def checkpointed(hidden, weight, targets, chunk: int = 4096):
     """Chunks whose logits are thrown away and computed again in the backward pass."""
     from torch.utils.checkpoint import checkpoint
@@ -261,7 +257,8 @@ def cut_cross_entropy(hidden, weight, targets):
 
 def head_rows(device) -> dict:
     """name -> function, in the order of the table; only what can run here."""
-    rows = {"naive": naive, "compiled naive": compiled_naive, "checkpointed 4096": checkpointed}
+    rows = {"naive": naive, "compiled naive": lambda *inputs: compiled(naive)(*inputs),
+            "checkpointed 4096": checkpointed}
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         for policy in ("accurate", "auto"):
             rows[f"F.linear_cross_entropy {policy}"] = functools.partial(torch_chunked, policy=policy)
@@ -336,8 +333,7 @@ def head(args):
         what += f"; {default} is the default chunk"
     else:
         rows = choose(args, list(head_rows(device)))
-    command = ["head", f"--device={device}", f"--n_tokens={N}", f"--d_model={d}", f"--vocab={V}",
-               f"--dtype={args.dtype}", f"--repeats={args.repeats}"]
+    command = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         if not args.chunks:
             torch.save(head_truth(*head_inputs(args, torch.device("cpu"))), Path(folder) / "truth.pt")
@@ -473,7 +469,7 @@ def step(args):
     rows, dtype = choose(args, step_rows(cfg)), pick_dtype(cfg.dtype, device)
     rate, peak = matmul_rate(device, dtype), peak_flops(device, dtype)
     results = []
-    for x in in_fresh_processes(["step", f"--repeats={args.repeats}", f"--device={device}", *args.settings], rows):
+    for x in in_fresh_processes(sys.argv[1:], rows):
         long = x["optimizer_seconds"] + 16 / cfg.micro_batch_size * (x["seconds"] - x["optimizer_seconds"])
         x |= dict(of_floor=x["tok_per_s"] * x["flops_per_token"] / rate,
                   mfu=x["tok_per_s"] * x["flops_per_token"] / peak if peak else None,
@@ -566,11 +562,8 @@ def sample(args):
     settings(args)
     rows, reading = choose(args, sample_rows()), read_rate(device)
     rates = {dtype: matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float32)}
-    command = ["sample", f"--repeats={args.repeats}", f"--device={device}", f"--batch={args.batch}",
-               f"--prompt_tokens={args.prompt_tokens}", f"--new_tokens={args.new_tokens}",
-               f"--prefill_tokens={args.prefill_tokens}", *args.settings]
     results = []
-    for x in in_fresh_processes(command, rows):
+    for x in in_fresh_processes(sys.argv[1:], rows):
         limit = reading / x["weight_bytes"]
         rate = rates[torch.float32 if x["row"].endswith("fp32") else torch.bfloat16]
         x |= dict(limit_tok_per_s=limit, of_bandwidth=x["tok_per_s"] / limit, of_gemm=x["prefill_flops"] / rate)
@@ -654,9 +647,7 @@ def prepare(args):
     with tempfile.TemporaryDirectory() as folder:
         train_tokenizer((piece.text for name in args.text for piece in Reader(Source(name), errors="replace",
                                                                              skip_bad=True)), args.vocab).save(folder)
-        command = ["prepare", f"--repeats={args.repeats}", f"--vocab={args.vocab}", f"--folder={folder}", "--text",
-                   *args.text]
-        for x in in_fresh_processes(command, rows):
+        for x in in_fresh_processes([*sys.argv[1:], f"--folder={folder}"], rows):
             base = results.get(PREPARE[0 if PREPARE.index(x["row"]) < 3 else 3])
             x["ratio"] = x["mb_per_s"] / base["mb_per_s"] if base else 1.0
             results[x["row"]] = x
