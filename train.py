@@ -137,27 +137,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint}
     else:
         theirs, saved = None, checkpoint.read_state(source) if source else None
-    if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
-        raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
-                          f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
-                          f"tokens. Prepare the data with --tokenizer {source}.")
-    if finetuning:
-        asked, model_cfg = model_cfg, replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
-        if cfg.seq_len > model_cfg.max_seq_len:
-            raise ConfigError(f"seq_len ({cfg.seq_len}) is more than the {model_cfg.max_seq_len} tokens of {source}. "
-                              "Lower it.")
-        if other := differences(asked, model_cfg):
-            say(f"the architecture is that of {source}, not the one asked for: {other}")
-    elif tokenizer.vocab_size > model_cfg.vocab_size:
-        raise ConfigError(f"vocab_size ({model_cfg.vocab_size}) is less than the {tokenizer.vocab_size} ids of "
-                          f"{cfg.data_dir}. Set --vocab_size={tokenizer.vocab_size}.")
-    elif tokenizer.vocab_size < model_cfg.vocab_size:
-        say(f"vocab_size {tokenizer.vocab_size}, the size of {cfg.data_dir}'s tokenizer, instead of "
-            f"{model_cfg.vocab_size}")
-        model_cfg = replace(model_cfg, vocab_size=tokenizer.vocab_size)
-    if resuming and not saved["train"]:
-        raise ConfigError(f"{source} holds no training run to resume. Start from its weights: --init_from={source} and "
-                          "another --out_dir.")
+    model_cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
     if resuming:
         for line in compare(saved, model_cfg, cfg, train_data):
             say(line)
@@ -356,7 +336,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         clock, clock_steps = clock + time.perf_counter() - started, clock_steps + 1
         clock_tokens += n_valid
         bar.update()
-        if cfg.log_interval and (due(state["step"], cfg.log_interval) or state["step"] == cfg.max_steps):
+        logged = cfg.log_interval and (due(state["step"], cfg.log_interval) or state["step"] == cfg.max_steps)
+        if logged:
             loss = (totals[0] / totals[1]).item()
             tok_per_s = clock_tokens / clock
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
@@ -369,8 +350,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                 say(f"step {state['step']:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
                     f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | "
                     f"{f'mfu {mfu:.1%} | ' if mfu else ''}{left} left")
-            clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
-        elif step == first_step:  # it compiles and warms up: no part of the average
+        if logged or step == first_step:  # the first compiles and warms up: no part of the average
             clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
     # 9. close: at_exit writes report and curves, closes the log, ends the threads, gives the signals back ------------
 
@@ -380,6 +360,30 @@ def resume_command(typed: list[str]) -> str:
     ranks = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun, whose own flags nobody passes on
     words = [word for word in typed if word != "--init_from=resume"] + ["--init_from=resume"]
     return shlex.join(["torchrun", f"--nproc_per_node={ranks}", *words] if ranks else ["python", *words])
+
+
+def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, tokenizer: Tokenizer, say):
+    """The model to build: as asked for, with the tokenizer's vocabulary; to finetune, that of `source`, of which
+    `saved` holds "model" and "tokenizer"."""
+    if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
+        raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
+                          f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
+                          f"tokens. Prepare the data with --tokenizer {source}.")
+    if cfg.init_from not in ("scratch", "resume"):
+        settled = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
+        if cfg.seq_len > settled.max_seq_len:
+            raise ConfigError(f"seq_len ({cfg.seq_len}) is more than the {settled.max_seq_len} tokens of {source}. "
+                              "Lower it.")
+        if other := differences(model_cfg, settled):
+            say(f"the architecture is that of {source}, not the one asked for: {other}")
+        return settled
+    if tokenizer.vocab_size > model_cfg.vocab_size:
+        raise ConfigError(f"vocab_size ({model_cfg.vocab_size}) is less than the {tokenizer.vocab_size} ids of "
+                          f"{cfg.data_dir}. Set --vocab_size={tokenizer.vocab_size}.")
+    if tokenizer.vocab_size < model_cfg.vocab_size:
+        say(f"vocab_size {tokenizer.vocab_size}, the size of {cfg.data_dir}'s tokenizer, instead of "
+            f"{model_cfg.vocab_size}")
+    return replace(model_cfg, vocab_size=tokenizer.vocab_size)
 
 
 def due(step: int, interval: int) -> bool:
@@ -411,6 +415,9 @@ def differences(before, now) -> str:
 def compare(saved: dict, model_cfg: ModelConfig, cfg: TrainConfig, data: TokenData) -> list[str]:
     """What a resumed run does differently from the saved one, for people to read; refuses what would not be the same
     run, unless that is allowed."""
+    if not saved["train"]:
+        raise ConfigError(f"{cfg.out_dir} holds no training run to resume. Start from its weights: "
+                          f"--init_from={cfg.out_dir} and another --out_dir.")
     old_cfg = replace(cfg, **{k: v for k, v in saved["train"].items() if k in asdict(cfg)})
     old_model = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
     before, now = asdict(old_cfg) | {"data": saved["data"][:12]}, asdict(cfg) | {"data": data.data_fingerprint[:12]}
