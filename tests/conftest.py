@@ -27,6 +27,13 @@ def tiny_config(**changes) -> ModelConfig:
                                  max_seq_len=32), **changes})
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A small data set; see runs.make_data."""
+    import runs
+    return runs.make_data(tmp_path_factory.mktemp("text") / "data")
+
+
 @pytest.fixture
 def tiny():
     """tiny(**config changes) -> a GPT with a fixed seed."""

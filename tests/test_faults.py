@@ -17,12 +17,6 @@ import torch
 import checkpoint
 import train
 
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("text") / "data")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resume
 

@@ -12,7 +12,7 @@ import runs
 import torch
 from safetensors.torch import load_file
 from test_account import LiveStorage
-from test_parallel import check_output, in_fp32, run_ranks
+from test_parallel import assert_close, check_output, in_fp32, run_ranks, weights
 
 import checkpoint
 import convert
@@ -23,11 +23,6 @@ from parallel import Ranks, parallelize, read_ranks
 
 CPU = torch.device("cpu")
 SAME = dict(max_steps=5, eval_interval=2, eval_tokens=7 * 32, micro_batch_size=1, grad_clip=0.5)  # 8 sequences a step
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("text") / "data")
 
 
 @pytest.fixture(scope="session")
@@ -43,22 +38,6 @@ def single(data, tmp_path_factory):
                 made[key] = runs.run(data, tmp_path_factory.mktemp("single") / "run", **SAME | changes)
         return made[key]
     return get
-
-
-def weights(path) -> dict:
-    return checkpoint.load_model(path)[0].state_dict()
-
-
-def assert_close(a, b, rel=1e-5):
-    """The logs and final weights of two runs agree to float rounding."""
-    one, two = runs.log(a), runs.log(b)
-    assert [line.keys() for line in one] == [line.keys() for line in two]
-    for x, y in zip(one, two, strict=True):
-        assert x == pytest.approx(y, rel=rel)
-    one, two = weights(a), weights(b)
-    assert one.keys() == two.keys()
-    for key in one:
-        torch.testing.assert_close(one[key], two[key], rtol=0, atol=rel)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

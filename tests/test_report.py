@@ -17,11 +17,6 @@ HOSTILE = "</pre><script>alert('x')</script> & \x00\x1b[31m \u202e &lt;"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("text") / "data")
-
-
-@pytest.fixture(scope="module")
 def page(data, tmp_path_factory):
     """The report of an ordinary run."""
     out = runs.run(data, tmp_path_factory.mktemp("runs") / "a<b>&c", max_steps=4, eval_interval=2, sample_interval=2)

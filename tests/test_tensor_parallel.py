@@ -7,8 +7,8 @@ import runs
 import torch
 import torch.distributed as dist
 from conftest import tiny_config
-from test_fsdp import SAME, assert_close, data, single  # noqa: F401 (fixtures)
-from test_parallel import check_output, in_fp32, run_ranks
+from test_fsdp import SAME, single  # noqa: F401 (a fixture)
+from test_parallel import assert_close, check_output, in_fp32, run_ranks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -31,11 +31,6 @@ from tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("text") / "data")
-
-
-@pytest.fixture(scope="session")
 def plain(data, tmp_path_factory):
     """One ordinary run: 12 steps, evaluated and sampled on the way, with dropout."""
     return runs.run(data, tmp_path_factory.mktemp("plain") / "run", max_steps=12, eval_interval=5, sample_interval=6,
