@@ -411,6 +411,7 @@ def step_row(args, device):
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     torch.compiler.set_stance("force_eager" if ours and not cfg.compile else "default")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic, as in train.py
     torch.use_deterministic_algorithms(cfg.deterministic)
     torch.manual_seed(cfg.seed)
     imported = reset_peak(device)
