@@ -44,6 +44,7 @@ except ModuleNotFoundError as error:
 from config import TrainConfig, as_command, load
 from device import DTYPES, PEAK_TFLOPS
 from model import INIT_STD, ModelConfig, default_chunk, flops_per_token, kv_cache_bytes_per_token, num_params
+from optim import NS_STEPS
 
 GPUS = {  # name in device.PEAK_TFLOPS: memory in GB, memory bandwidth in GB/s (NVIDIA data sheets; SXM for A100, H100)
     "A100": (80, 2039), "H100": (80, 3350), "H200": (141, 4800), "RTX 4090": (24, 1008),
@@ -123,8 +124,8 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str =
     return {"block": block, "around": norm + 4 * C + C * (cfg.dropout > 0) + ids_and_targets}
 
 
-def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *, device_type: str = "cuda",
-               chunk: int | None = None) -> dict[str, dict[str, int]]:
+def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,
+               device_type: str = "cuda") -> dict[str, dict[str, int]]:
     """The loss head's bytes above hidden (N, C) and weight (V, C), both fp32 and multiplied in `dtype`.
 
     Ours holds dH in the matmul's format and dW in fp32 between the passes.  Its forward peak has one chunk of logits
@@ -133,7 +134,7 @@ def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *, device_ty
     multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does not.
     """
     N, V, C, low = n_tokens, cfg.padded_vocab_size, cfg.d_model, dtype.itemsize
-    chunk = min(chunk or default_chunk(N, V, dtype, device_type), N)
+    chunk = default_chunk(N, V, dtype, device_type)
     saved = low * N * C + 4 * V * C
     forward, backward = saved + low * chunk * V + 8 * N, saved
     if low < 4:
@@ -160,9 +161,9 @@ def attention_flops(cfg: ModelConfig, keys: float) -> int:
     return round(12 * cfg.n_layers * keys * cfg.n_heads * cfg.head_dim)
 
 
-def newton_schulz_flops(cfg: ModelConfig, steps: int = 5) -> int:
+def newton_schulz_flops(cfg: ModelConfig) -> int:
     """Muon's orthogonalisation, per optimizer step: of each r x c matrix (r <= c) X X^T, its square, one more."""
-    return sum(n * steps * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s, n in block_matrices(cfg).items())
+    return sum(n * NS_STEPS * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s, n in block_matrices(cfg).items())
 
 
 def padded_rows(vocab_size: int, tp: int) -> int:
@@ -170,11 +171,11 @@ def padded_rows(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // (TP_MULTIPLE * tp)) * TP_MULTIPLE * tp
 
 
-def decode_bytes(cfg: ModelConfig, context: int, low: int = 2) -> int:
-    """Read for one more token of one sequence: every matrix once (a lookup is a single row), and the cache."""
+def decode_bytes(cfg: ModelConfig, context: int) -> int:
+    """Read in bf16 for one more token of one sequence: every matrix once (a lookup is a single row), and the cache."""
     counts = num_params(cfg)
     looked_up = counts["position"] + (0 if cfg.tie_embeddings else counts["embedding"])
-    return low * (counts["total"] - looked_up) + context * kv_cache_bytes_per_token(cfg, low)
+    return 2 * (counts["total"] - looked_up) + context * kv_cache_bytes_per_token(cfg)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

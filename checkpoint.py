@@ -299,9 +299,9 @@ def read_state(path, which: str | None = None) -> dict:
     return _read(path, which, lambda folder, state: state)
 
 
-def load_weights(model, path, which: str | None = None):
+def load_weights(model, path):
     """Copy a checkpoint's weights into a model of the same shapes, on any device and in any dtype."""
-    _read(path, which, lambda folder, state: _copy_weights(_unwrap(model), folder, state))
+    _read(path, None, lambda folder, state: _copy_weights(_unwrap(model), folder, state))
 
 
 def load_optimizers(path, model, optimizers, scaler=None, *, strict: bool = True) -> list[str]:
