@@ -157,13 +157,13 @@ class RunLog:
 
 
 def read_log(path) -> list[dict]:
-    """The objects of a log.jsonl; a line cut short by a kill or a full disk is left out."""
+    """The objects of a log.jsonl; a line cut short by a kill or a full disk, or no object, is left out."""
     lines = []
     if Path(path).exists():
         for text in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
             with contextlib.suppress(json.JSONDecodeError):
                 lines.append(json.loads(text))
-    return lines
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def printable(text: str) -> str:
@@ -184,6 +184,7 @@ def draw(runs, xs=("step",)):
     late = []
     for i, run in enumerate(runs):
         log, name = read_log(Path(run) / "log.jsonl"), Path(run).name if len(runs) == 1 else str(run)
+        name = printable(name).replace("$", r"\$")  # a name, no formula
         for x, (loss_axes, bpb_axes) in zip(xs, axes.T, strict=True):
             train, held, bpb = ([(line[x], line[key]) for line in log if None not in (line.get(x), line.get(key))]
                                 for key in ("loss", "val_loss", "val_bpb"))
@@ -197,7 +198,7 @@ def draw(runs, xs=("step",)):
     axes[1, 0].set_ylabel("bits per byte")
     if late:
         axes[0, 0].set_ylim(top=max(late) * 1.05)  # the fall of the first steps would flatten all that follows
-        axes[0, 0].legend()
+        axes[0, 0].legend(handles=axes[0, 0].lines)  # named, or it leaves out what begins with _
     for ax in axes.flat:
         ax.grid(alpha=0.3)
     for x, ax in zip(xs, axes[1], strict=True):

@@ -34,20 +34,20 @@ FIELDS = (("query", "ctx"), ("choices", "endings"), ("gold", "label"))  # of a q
 def read_questions(path) -> list[tuple[str, list[str], int]]:
     """(question, choices, number of the right one) of each line of a .jsonl; HellaSwag's own file is one, too."""
     questions = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8-sig"))
             if "ctx_a" in row:
                 row = hellaswag(row)
             query, choices, gold = (row[a] if a in row else row[b] for a, b in FIELDS)
-            gold = int(gold)
-            if not (isinstance(query, str) and isinstance(choices, list) and 0 <= gold < len(choices)
-                    and all(isinstance(choice, str) and choice for choice in choices)):
+            if not (isinstance(query, str) and isinstance(choices, list) and type(gold) in (int, str)
+                    and 0 <= (gold := int(gold)) < len(choices)
+                    and all(isinstance(choice, str) and choice.encode() for choice in choices)):
                 raise ValueError("the question must be text, the choices a list of texts, the right one its number "
                                  "from 0")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {type(error).__name__}: {error}.\n  A line is one question: "
                              '{"query": "Two and two are", "choices": ["three", "four"], "gold": 1}') from None
         questions.append((query, choices, gold))

@@ -1,5 +1,6 @@
 """plot.py: each run's own numbers, over each other, against what was asked for."""
 
+import io
 import json
 import re
 import sys
@@ -59,10 +60,23 @@ def test_the_picture(folders, monkeypatch, capsys, name, magic):
     assert "pyplot" not in " ".join(sys.modules)
 
 
+def test_names_are_names(folders, monkeypatch):
+    """Of a run named like a formula, or like what matplotlib hides, the name is what the legend shows."""
+    for name in (r"$x_{$", "_a"):
+        (folders / name).mkdir()
+        (folders / name / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.chdir(folders)
+    run(monkeypatch, r"$x_{$", "_a", "--x", "step", "--out", "out.svg")
+    figure = metrics.draw([r"$x_{$", "_a"])
+    figure.savefig(svg := io.StringIO(), format="svg")
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == [r"\$x_{\$ training", "_a training"]
+    assert "<!-- $x_{$ training -->" in svg.getvalue() and "<!-- _a training -->" in svg.getvalue()
+
+
 def test_refusals(folders, monkeypatch, capsys):
     """Exit code 2 and one message: no run folder, nothing to draw yet, an axis that the log does not have."""
     (folders / "old").mkdir()
-    (folders / "old" / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (folders / "old" / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n5\nnull\n')
     for argv, message in (([folders], "is no run folder"), ([folders / "empty"], "no losses yet"),
                           ([folders / "old"], "tokens and seconds and flops.*\n.*--x step"),
                           ([folders / "a", "--out", folders / "x.what"], "what")):

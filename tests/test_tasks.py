@@ -152,7 +152,7 @@ def test_the_command_scores_a_file(tmp_path, run, words, questions, call):
     assert code == 0, err
     assert json.loads(out) == {str(tmp_path / "q.jsonl"): pytest.approx(tasks.choices(run[1], words, questions, **CPU))}
     rows = [{"ctx": q, "endings": c, "label": str(g)} for q, c, g in questions]
-    (tmp_path / "q.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    (tmp_path / "q.jsonl").write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
     code, out, err = call("--choices", tmp_path / "q.jsonl", "--limit", 9)
     r = tasks.choices(run[1], words, questions[:9], **CPU)
     assert code == 0 and f"9 questions | acc {r['acc']:.4f} ± {r['acc_stderr']:.4f} | acc_norm" in out, err
@@ -172,9 +172,13 @@ def test_hellaswags_own_file(tmp_path):
     ('{"query": "a", "choices": ["b"], "gold": 1}', "line 2"),
     ('{"query": "a", "choices": ["b", ""], "gold": 0}', "line 2"),
     ('{"query": 1, "choices": ["b"], "gold": 0}', "line 2"), ("[]", "line 2"),
+    ('{"query": "a", "choices": ["b"], "gold": 1e999}', "line 2"), ("[" * 100_000, "line 2"),
+    ('{"query": "a", "choices": ["b", "c"], "gold": 0.5}', "line 2"),
+    ('{"query": "a", "choices": ["\\ud800"], "gold": 0}', "line 2"), ("\udcff", "line 2"),
+    ('{"activity_label": "a", "ctx_a": "b", "ctx_b": null, "endings": ["c"], "label": 0}', "line 2"),
     (json.dumps({"query": "", "choices": ["many words " * 99], "gold": 0}), f"context of {CONTEXT}")])
 def test_questions_that_cannot_be_scored_are_named(tmp_path, call, line, named):
-    (tmp_path / "q.jsonl").write_text('{"query": "a", "choices": ["b"], "gold": 0}\n' + line)
+    (tmp_path / "q.jsonl").write_text('{"query": "a", "choices": ["b"], "gold": 0}\n' + line, errors="surrogateescape")
     code, out, err = call("--choices", tmp_path / "q.jsonl")
     assert code == 2 and out == "" and named in err and "Traceback" not in err
 
