@@ -20,6 +20,7 @@ conditions under which ranks can stand for merges are checked, and then both tok
 and the whole vocabulary; one that differs anywhere is refused, because wrong ids train a model on noise in silence.
 """
 
+import contextlib
 import json
 import random
 import re
@@ -136,6 +137,22 @@ def from_theirs(tensors: dict[str, torch.Tensor], cfg: ModelConfig, whose: int, 
     return model
 
 
+@contextlib.contextmanager
+def blaming(path: Path):
+    """What shows a file to be damaged, or not what its name says, becomes a ValueError that names it."""
+    from safetensors import SafetensorError
+    try:
+        yield
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged, or not what its name says ({type(error).__name__}: {error}).\n"
+                         "  Download it again.") from error
+
+
+def read_json(path: Path) -> dict:
+    with blaming(path):
+        return {**json.loads(path.read_text(encoding="utf-8"))}
+
+
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of model.safetensors, or of the files its index lists."""
     from safetensors.torch import load_file
@@ -145,12 +162,15 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
         hint = ("\n  It has pytorch_model.bin, which is a pickle: save the model again with transformers."
                 if list(folder.glob("pytorch_model*.bin")) else "")
         raise FileNotFoundError(f"{folder} has neither model.safetensors nor {index.name}.{hint}")
-    listed = {} if single.is_file() else json.loads(index.read_text())["weight_map"]
+    with blaming(index):
+        listed = {} if single.is_file() else read_json(index)["weight_map"]
+        names = [folder / name for name in sorted(set(listed.values())) or [single.name]]
     tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(set(listed.values())) or [single.name]:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{index} lists {name}, which is not there.\n  Download the folder again.")
-        tensors |= load_file(folder / name)
+    for path in names:
+        if not path.is_file():
+            raise FileNotFoundError(f"{index} lists {path.name}, which is not there.\n  Download the folder again.")
+        with blaming(path):
+            tensors |= load_file(path)
     if lost := sorted(set(listed) - set(tensors)):
         raise ValueError(f"{index} lists {lost[0]} ({len(lost)} in all), which is in none of its files.")
     return tensors
@@ -399,12 +419,12 @@ def tokenizer_from_hf(folder) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found.\n  Save the tokenizer again with transformers, or name "
                                 "another: --tokenizer data/NAME (or tiktoken's name, --tokenizer gpt2).")
-    data = json.loads(path.read_text(encoding="utf-8"))
-    bpe, added, pre, problems = data["model"], data.get("added_tokens") or [], data.get("pre_tokenizer"), []
-    byte_of = {letter: b for b, letter in enumerate(byte_letters())}
-    specials = {token["content"]: token["id"] for token in added}
-    words = {word: i for word, i in bpe["vocab"].items() if word not in specials} if bpe["type"] == "BPE" else {}
-    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in bpe.get("merges") or ()]
+    data, byte_of = read_json(path), {letter: b for b, letter in enumerate(byte_letters())}
+    with blaming(path):
+        bpe, added, pre, problems = data["model"], data.get("added_tokens") or [], data.get("pre_tokenizer"), []
+        specials = {token["content"]: token["id"] for token in added}
+        words = {word: i for word, i in bpe["vocab"].items() if word not in specials} if bpe["type"] == "BPE" else {}
+        merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in bpe.get("merges") or ()]
     if bpe["type"] != "BPE" or bpe.get("byte_fallback") or not byte_of.keys() >= set("".join(words)):
         problems.append(f"it is {bpe['type']} over characters; only byte-level BPE can be expressed.")
     elif lost := 256 - sum(letter in words for letter in byte_of):
@@ -440,7 +460,7 @@ def _end_tokens(folder: Path, specials: dict[str, int]) -> list[str]:
     """What a folder's files call the end of a text, most specific first."""
     found = []
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
-        data = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
+        data = read_json(folder / name) if (folder / name).is_file() else {}
         token, ids = data.get("eos_token"), data.get("eos_token_id")
         found += [token["content"] if isinstance(token, dict) else token]
         found += [text for text, i in specials.items() if i in (ids if isinstance(ids, list) else [ids])]
@@ -466,8 +486,9 @@ def load_folder(folder, *, tokenizer: Tokenizer | None = None) -> tuple[GPT, Tok
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder / 'config.json'} not found.\n  Give a folder that save_pretrained wrote, or "
                                 "one from a model hub.")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    settings_from_hf(config, vocab_size=1)  # the reason a model cannot be read before any reason about its tokenizer
+    config = read_json(folder / "config.json")
+    with blaming(folder / "config.json"):
+        settings_from_hf(config, vocab_size=1)  # why a model cannot be read, before any reason about its tokenizer
     tokenizer = tokenizer or tokenizer_from_hf(folder)
     cfg = settings_from_hf(config, tokenizer.vocab_size)
     return from_theirs(load_tensors(folder), cfg, GPT2 if cfg.pos == "learned" else LLAMA), tokenizer

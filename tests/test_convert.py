@@ -332,6 +332,22 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, words):
         hf.load_folder(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"[1, 2]", b"\xff\xfe{}", b'{"model', b"cut"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors",
+                                  "model.safetensors.index.json"])
+def test_a_damaged_file_is_named(tmp_path, words, capsys, name, content):
+    """A download that was cut short, or an error page in its place: one message, which names the file."""
+    their_folder(tmp_path / "hf", "llama", words)
+    whole = tmp_path / "hf" / "model.safetensors"
+    if content == b"cut":
+        content = (tmp_path / "hf" / name).read_bytes()[:-9] if (tmp_path / "hf" / name).exists() else b"{"
+    if "index" in name:
+        whole.unlink()
+    (tmp_path / "hf" / name).write_bytes(content)
+    assert f"{tmp_path / 'hf' / name} is damaged" in refused(capsys, "import", tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_tokenizer_can_be_named(tmp_path, words):
     """--tokenizer takes the place of the folder's own, if the table has its ids."""
     their_folder(tmp_path / "hf", "llama", words)
