@@ -143,7 +143,8 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
             block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
     if compile:
         for block in model.blocks:
-            block.forward = compile_or_not(block.forward)  # one code object: compiled once, used by every layer
+            # one code object: compiled once, used by every layer
+            block.forward = compile_or_not(block.forward, model.cfg.dropout > 0)
     if sharded:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         low = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32,

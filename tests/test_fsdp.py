@@ -1,6 +1,7 @@
 """Ranks that hold parts of one model train it as one process does, and what they saved anyone goes on from."""
 
 import errno
+import functools
 import hashlib
 import os
 import shutil
@@ -279,13 +280,39 @@ def step(tiny, remat, compile=False, **changes):
     return loss.item(), size, [p.grad for p in model.parameters()]
 
 
+def without_code(monkeypatch):
+    torch._dynamo.reset()
+    compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", compile)
+
+
+def test_dropout_is_the_same_in_backward(tiny, monkeypatch):
+    """The gradient of compiled blocks is the slope of the loss under the dropout it was drawn with."""
+    without_code(monkeypatch)
+    model = tiny(dropout=0.4).double()
+    ids = torch.randint(0, 300, (4, 33), generator=torch.Generator().manual_seed(1))
+    ways = [torch.randn_like(p) for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)  # attention that matters
+    replica = parallelize(model, Ranks(), CPU, compile=True)
+
+    def loss(far):
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), ways, alpha=far)
+        torch.manual_seed(2)
+        return replica(ids[:, :-1], ids[:, 1:])
+    loss(0.0).backward()
+    slope = sum((p.grad * way).sum() for p, way in zip(model.parameters(), ways, strict=True))
+    assert (loss(1e-6) - loss(-2e-6)).item() / 2e-6 == pytest.approx(slope.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("changes", [dict(), dict(dropout=0.2, mlp="gelu", bias=True, norm="layernorm")])
 def test_recomputation_changes_memory_only(tiny, monkeypatch, changes, compile):
     """The same loss and gradients, dropout too, from less between the passes: selective keeps the matmuls' outputs,
     block the residual stream only.  Compiled by everything but the code generation, which takes a minute."""
-    monkeypatch.setattr(parallel, "compile_or_not", lambda f: torch.compile(
-        f, backend="aot_eager_decomp_partition", dynamic=False))
+    without_code(monkeypatch)
     loss, kept, grads = step(tiny, "none", compile, **changes)
     for remat, share in (("selective", 0.8), ("block", 0.35)):
         other, size, others = step(tiny, remat, compile, **changes)

@@ -224,7 +224,7 @@ def stop_after_one_step():
         return schedule(*args)
     train.schedule = stop
     # for compile=True: traced and differentiated as for the compiler, whose code would take half a minute
-    parallel.compile_or_not = lambda f: torch.compile(f, backend="aot_eager", dynamic=False)
+    parallel.compile_or_not = lambda f, random: torch.compile(f, backend="aot_eager", dynamic=False)
 
 
 def test_resume_across_layouts(data, single, tmp_path, monkeypatch):  # noqa: F811
