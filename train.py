@@ -418,7 +418,7 @@ def compare(saved: dict, model_cfg: ModelConfig, cfg: TrainConfig, data: TokenDa
     if not saved["train"]:
         raise ConfigError(f"{cfg.out_dir} holds no training run to resume. Start from its weights: "
                           f"--init_from={cfg.out_dir} and another --out_dir.")
-    old_cfg = replace(cfg, **{k: v for k, v in saved["train"].items() if k in asdict(cfg)})
+    old_cfg = replace(TrainConfig(), **{k: v for k, v in saved["train"].items() if k in asdict(cfg)})  # newer: default
     old_model = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
     before, now = asdict(old_cfg) | {"data": saved["data"][:12]}, asdict(cfg) | {"data": data.data_fingerprint[:12]}
     lost = [f"{key} {before[key]!r} -> {now[key]!r}: {why}" for key, why in GIVES_UP.items() if before[key] != now[key]]

@@ -151,6 +151,16 @@ def test_what_is_another_run_is_refused(data, tmp_path, capsys, change):
         assert state["step"] == 4 and state["seqs_seen"] == (64 if change == "seq_len" else 32)
 
 
+def test_a_setting_younger_than_the_checkpoint_had_its_default(data, tmp_path):
+    """A run saved before there was a packing is a stream."""
+    out = runs.run(data, tmp_path / "run", max_steps=1, warmup_steps=1)
+    state = json.loads((out / "ckpt_last/state.json").read_text())
+    del state["checksum"], state["train"]["packing"]
+    (out / "ckpt_last/state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="packing 'stream' -> 'best_fit'"):
+        runs.run(data, out, init_from="resume", packing="best_fit")
+
+
 def test_other_data_is_refused(data, tmp_path, capsys):
     """The same tokenizer over other text is other data; best starts anew on it."""
     other = tmp_path / "data"
