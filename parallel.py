@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import kernels
 import tensor_parallel
 from model import GPT, compile_or_not
 from tensor_parallel import local
@@ -142,9 +143,7 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         for block in model.blocks:
             block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
     if compile:
-        for block in model.blocks:
-            # one code object: compiled once, used by every layer
-            block.forward = compile_or_not(block.forward, model.cfg.dropout > 0)
+        compile_blocks(model, device)
     if sharded:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         low = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32,
@@ -162,6 +161,13 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         return model
     return torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+
+def compile_blocks(model, device: torch.device):
+    if device.type == "cpu":
+        kernels.use(model)
+    for block in model.blocks:  # one code object: compiled once, used by every layer
+        block.forward = compile_or_not(block.forward, model.cfg.dropout > 0)
 
 
 def sync_gradients(replica, now: bool):
@@ -198,8 +204,8 @@ def whole(model, compile: bool = False):
         put_together = GPT(model.cfg)
     put_together.load_state_dict({name: p.full_tensor() if is_sharded(p) else p
                                   for name, p in model.named_parameters()}, assign=True)
-    for block in put_together.blocks if compile else ():
-        block.forward = compile_or_not(block.forward)
+    if compile:
+        compile_blocks(put_together, next(put_together.parameters()).device)
     return put_together
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import model as model_module
-from model import GPT, Int8Linear, KVCache, ModelConfig, _Attend, _attend_in_halves, generate, quantize_int8
+import kernels
+from kernels import Attend, attend_in_halves
+from model import GPT, Int8Linear, KVCache, ModelConfig, generate, quantize_int8
 
 SHAPES = [(2, 8, 2, 300, 16), (1, 4, 4, 129, 8), (3, 6, 3, 64, 16), (2, 4, 1, 100, 24)]  # B H K T D
 
@@ -13,8 +14,8 @@ SHAPES = [(2, 8, 2, 300, 16), (1, 4, 4, 129, 8), (3, 6, 3, 64, 16), (2, 4, 1, 10
 @pytest.fixture(autouse=True)
 def eager_softmax(monkeypatch):
     """The softmax of a block uncompiled: what is compiled is the same function, as test_compiled_block shows."""
-    monkeypatch.setattr(model_module, "_compiled_blocks",
-                        lambda: (model_module._softmax_block, model_module._softmax_block_backward))
+    monkeypatch.setattr(kernels, "_compiled_blocks",
+                        lambda: (kernels._softmax_block, kernels._softmax_block_backward))
 
 
 def documents(B, T):
@@ -30,7 +31,7 @@ def tensors(B, H, K, T, D, dtype=torch.float32):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("attend", [_Attend.apply, _attend_in_halves])
+@pytest.mark.parametrize("attend", [Attend.apply, attend_in_halves])
 def test_equals_sdpa(shape, masked, attend):
     """Values and gradients are those of F.scaled_dot_product_attention: grouped heads, ragged last block, masks."""
     (q, k, v), grad = tensors(*shape)
@@ -51,7 +52,7 @@ def test_bf16_error():
         return y, *torch.autograd.grad(y, inputs, grad.to(y.dtype))
     sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
     exact = all_of(sdpa, *(x.detach().double().requires_grad_() for x in (q, k, v)))
-    plain, ours = all_of(sdpa, q, k, v), all_of(lambda q, k, v: _Attend.apply(q, k, v, None), q, k, v)
+    plain, ours = all_of(sdpa, q, k, v), all_of(lambda q, k, v: Attend.apply(q, k, v, None), q, k, v)
     for e, p, o in zip(exact, plain, ours, strict=True):
         assert (o.double() - e).norm() <= 2.5 * (p.double() - e).norm()
 
@@ -61,7 +62,7 @@ def test_keeps_no_scores():
     held = []
     (q, k, v), _ = tensors(1, 4, 2, 512, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
-        _Attend.apply(q, k, v, None)
+        Attend.apply(q, k, v, None)
     assert 0 < max(held) <= q.numel()
 
 
@@ -75,10 +76,10 @@ def test_compiled_block(monkeypatch):
     model(ids, ids).backward()
     want = [p.grad.clone() for p in model.parameters()]
     calls = []
-    attend = model_module.attend
-    monkeypatch.setattr(model_module, "attend", lambda *args: calls.append(1) or attend(*args))
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda *args: calls.append(1) or attend(*args))
     model.zero_grad()
-    for block in model.blocks:
+    for block in kernels.use(model).blocks:
         block.compile(dynamic=False)
     model(ids, ids).backward()
     assert calls  # traced through it

@@ -14,6 +14,7 @@ from test_model import GPT2
 from test_shards import FINGERPRINT, make_set, write_foreign
 
 import data as data_module
+import kernels
 from data import Batches, TokenData, best_fit, document_ids, iterate_windows
 from shards import write_meta, write_shard
 
@@ -263,7 +264,7 @@ def test_masked_windows_equal_separate_forwards(tmp_path, tiny, switches, compil
     folder, _ = make_documents(tmp_path / "set", [40, 200, 1, 30, 96, 50, 97, 20, 7], vocab_size=600)
     data = TokenData(folder, "train", seq_len=96, packing=packing)
     model = tiny(vocab_size=600, max_seq_len=96, **switches)
-    for block in model.blocks if compiled else ():
+    for block in kernels.use(model).blocks if compiled else ():
         block.compile(backend="eager")  # what is compiled takes the plain matmuls from 64 tokens on
     x, _, docs = next(Batches(data, seed=0, micro_batch_size=data.n_windows, batch_seqs=data.n_windows))
     with torch.no_grad():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_config
 
+import kernels
 from model import GPT, KVCache, rope_tables
 
 GPT2 = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, n_kv_heads=4)
@@ -206,7 +207,7 @@ def test_too_long_input_is_refused(tiny):
 @pytest.mark.parametrize("switches", [{}, GPT2, dict(n_kv_heads=1)])
 def test_compiled_cpu_attention_equals_sdpa(tiny, switches):
     """The plain matmuls that a compiled block runs at short contexts on a CPU give SDPA's values and gradients."""
-    model, x = shake(tiny(max_seq_len=96, **switches)), ids(2, 67)
+    model, x = kernels.use(shake(tiny(max_seq_len=96, **switches))), ids(2, 67)
     docs = (torch.arange(67) > torch.tensor([[20], [64]])).long()
     for kwargs in ({}, dict(docs=docs)):
         results = []
