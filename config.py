@@ -126,7 +126,7 @@ def save_json(path, instances):
 
 
 def describe(instances) -> str:
-    """The resolved settings for people, a paragraph per dataclass; * marks what differs from the default."""
+    """The resolved settings for people, a paragraph per dataclass, and what * means."""
     parts = []
     for instance in instances:
         words = [f"{key}={value}{'' if value == default else '*'}"
@@ -134,7 +134,7 @@ def describe(instances) -> str:
                                                   dataclasses.asdict(type(instance)()).values(), strict=True)]
         parts.append(textwrap.fill("  ".join(words), WIDTH, initial_indent=f"{type(instance).__name__}: ",
                                    subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
-    return "\n".join(parts)
+    return "\n".join(parts + ["* not the default"])
 
 
 def help_text(classes, doc: str = "") -> str:
@@ -273,8 +273,8 @@ def _number(value, kind):
 
 
 def _nearest(name: str, names) -> str:
-    found = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {found[0]}?" if found else " --help lists them all."
+    found = difflib.get_close_matches(name, names, n=1) or [known for known in names if known.endswith(f"_{name}")]
+    return f" Did you mean {' or '.join(found)}?" if found else " --help lists them all."
 
 
 def _comments(cls) -> tuple[dict, dict]:

@@ -1,7 +1,7 @@
 """Training curves of several runs, one over the other, as a picture.
 
     python plot.py out/demo                                     one run: plot.png
-    python plot.py out/demo out/demo-nanogpt                    two, against tokens, seconds and FLOPs
+    python plot.py out/demo out/demo_nanogpt                    two, against tokens, seconds and FLOPs
     python plot.py out/a out/b --x seconds --out compare.png    against one of them only
     python plot.py out/* --out curves.svg                       the ending decides the format: png, svg, pdf
 
@@ -58,7 +58,7 @@ def main():
         print(f"{'':<24}{'step':>8}{'tokens':>16}{'seconds':>10}{'FLOPs':>11}{'loss':>9}{'held out':>10}"
               f"{'bits/byte':>11}")
         for run, train, held in rows:
-            at = held | train
+            at = train | held if held.get("step", -1) >= train.get("step", -1) else held | train
             ends = (train.get("loss"), 9), (held.get("val_loss"), 10), (held.get("val_bpb"), 11)
             print(f"{run:<24}{at['step']:>8,}{at.get('tokens', 0):>16,}{at.get('seconds', 0):>10,.0f}"
                   f"{at.get('flops', 0):>11.3g}"

@@ -523,7 +523,10 @@ def show(folder, split, number):
             break
     if not parts:
         raise ValueError(f"{folder}: {split} has no document {number}.\n  It has {n:,}, counted from 0.")
-    print(tokenizer.decode(np.concatenate(parts)[1:].tolist()))
+    try:
+        print(tokenizer.decode(np.concatenate(parts)[1:].tolist()), flush=True)
+    except BrokenPipeError:  # `| head`
+        sys.stdout = open(os.devnull, "w")
 
 
 def main(argv):
@@ -534,8 +537,8 @@ def main(argv):
             parser = argparse.ArgumentParser(prog=f"prepare.py {argv[0]}", allow_abbrev=False)
             parser.add_argument("data", type=Path, help="a folder that prepare.py made, or one of llm.c's shards")
             if argv[0] == "show":
-                parser.add_argument("--doc", type=int, default=0, help="which document, counted from 0")
-                parser.add_argument("--split", default="train", help="train or val")
+                parser.add_argument("--doc", type=int, default=0, help="which document, counted from 0 (0)")
+                parser.add_argument("--split", default="train", help="train or val (train)")
             args = parser.parse_args(argv[1:])
             verify(args.data) if argv[0] == "verify" else show(args.data, args.split, args.doc)
         else:

@@ -72,6 +72,7 @@ def test_accepted_as_declared(argv, field, value):
     (["seed=8"], "Write --seed=8."), (["-seed=8"], "Write --seed=8."), (["--seed"], "--seed needs a value"),
     (["--seed", "--lr=1"], "--seed needs a value"), (["--max_step=3"], "Did you mean max_steps?"),
     (["--lerning_rate", "1e-3"], "no setting 'lerning_rate'"), (["--no_compile"], "Did you mean compile?"),
+    (["--k=3"], "Did you mean top_k?"),
     (["--max_steps=0"], "Set it to 1 or more."), (["nowhere.py"], "nowhere.py not found"),
 ])
 def test_refused_with_reason(argv, says):
@@ -166,6 +167,7 @@ def test_json_round_trip(tmp_path):
 def test_describe_groups_and_marks():
     text = describe(load((ModelConfig, Run), ["--lr=0.1"]))
     assert "ModelConfig: vocab_size=32768" in text and "lr=0.1*" in text and "seed=1337 " in text
+    assert text.endswith("\n* not the default")
     assert max(map(len, text.splitlines())) <= 110
 
 

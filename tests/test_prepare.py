@@ -553,6 +553,10 @@ def test_show_and_verify(tmp_path, corpus, vocabulary, capsys, monkeypatch):
     assert run("verify", out) == 0 and run("verify", tmp_path / "absent") == 2
     assert "tokens per document" in capsys.readouterr().out
     assert run("show", out, "--split", "test") == 2 and "It has train, val" in capsys.readouterr().err
+    process = subprocess.Popen([sys.executable, prepare.__file__, "show", out], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)  # `| head`
+    process.stdout.close()
+    assert (process.wait(), process.stderr.read()) == (0, b"")
 
 
 # ---- the command line
