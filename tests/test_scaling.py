@@ -89,8 +89,8 @@ def test_the_tables_are_the_formulas(name):
 
 
 def test_printed_commands():
-    """Their settings exist, and the batch divides by their numbers of ranks."""
+    """Their settings exist, and the batch divides by their numbers of whole models."""
     lines = re.findall(r"train\.py (configs/\S+.*)$", PAGE, re.MULTILINE)
-    for line, ranks in zip(lines, (8, 2 * 8, 8 * 8), strict=True):
+    for line, ranks in zip(lines, (8, 2 * 8, 2, 1, 8 * 8), strict=True):
         _, cfg = load((ModelConfig, TrainConfig), shlex.split(line.replace("$from", "resume")))
         assert cfg.batch_tokens % (cfg.seq_len * cfg.micro_batch_size * ranks) == 0
