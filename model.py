@@ -163,13 +163,18 @@ def compile_or_not(function, random: bool = False):
             with torch._functorch.config.patch(aggressive_recomputation=not random and not torch.cuda.is_available()):
                 return fast(*args)
         except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
-            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            if not is_compilers(error):
                 raise
             warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
                           f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
             torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
             return function(*args)
     return call
+
+
+def is_compilers(error: Exception) -> bool:
+    """Raised by torch.compile itself, not by what it compiled."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 _compiled = functools.cache(compile_or_not)
@@ -662,7 +667,13 @@ def _decode_step(model: GPT, cache: KVCache, docs):
     head = _compiled_logits()
 
     def step(ids):
-        return head(model, model.hidden(ids, docs=docs, cache=cache)[:, -1])
+        try:
+            return head(model, model.hidden(ids, docs=docs, cache=cache)[:, -1])
+        except Exception as error:
+            if not is_compilers(error):
+                raise
+            raise OSError(f"nothing can be compiled here: {type(error).__name__}: {str(error).splitlines()[0]}\n"
+                          "  Install a C++ compiler, or generate without compiling.") from error
     if model.embed.weight.device.type != "cuda":
         calls = itertools.count()
 

@@ -128,6 +128,7 @@ def parse(argv):
 
 def main():
     args = parse(sys.argv[1:])
+    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")  # None where closed
     for stream, how in ((sys.stdout, {"errors": "replace"}), (sys.stdin, {"encoding": "utf-8", "errors": "replace"})):
         if hasattr(stream, "reconfigure"):  # a console that lacks a character shows "?" instead of ending the program
             stream.reconfigure(**how)

@@ -477,6 +477,7 @@ class StopSignal:
 
 
 def main():
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None if closed
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # samples, on a console that cannot show them
     try:
         run(*load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__, check=check), typed=sys.argv)

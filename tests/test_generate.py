@@ -156,6 +156,16 @@ def test_one_token_is_not_worth_compiling(lively, monkeypatch):
     assert generate(model, **one, compile=True) == generate(model, **one)
 
 
+def test_compiling_without_a_compiler(lively, monkeypatch):
+    """What is asked for and cannot be is refused, with what to do."""
+    def no_compiler(graph, inputs):
+        raise OSError("no g++")
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiler(f, backend=no_compiler))
+    with pytest.raises(OSError, match=r"(?s)no g\+\+.*Install a C\+\+ compiler"):
+        generate(lively(), [prompt(5)], max_new_tokens=3, compile=True)
+
+
 def test_seeds(lively):
     """The same seed repeats, another one differs, and rows of equal prompts differ from each other."""
     model = lively()

@@ -37,7 +37,7 @@ def call(run, monkeypatch, capsys):
     """call(*flags, stdin=b"") -> (stdout, stderr) of the command, run in this process."""
     def call(*flags, stdin=b"", run=run):
         monkeypatch.setattr(sys, "argv", ["sample.py", str(run), "--device", "cpu", *flags])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin)))
         try:
             sample.main()
         except SystemExit as stopped:
@@ -130,6 +130,11 @@ def test_prompts_from_argument_file_and_stdin_are_the_same(call, seen, tmp_path)
             call("--prompt_file", "-", "--max_new_tokens", "3", stdin=text.encode()).out,
             call("--prompt", "-", "--max_new_tokens", "3", stdin=text.encode()).out}
     assert len(outs) == 1 and len(set(map(tuple, seen))) == 1
+
+
+def test_closed_stdin_is_an_empty_one(call):
+    """`sample.py ... <&-`: an empty prompt, or none at all."""
+    assert call("--prompt", "-", "--ids", stdin=None) == call("--ids") and call("--interactive", stdin=None).out == ""
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 96])

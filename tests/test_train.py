@@ -393,6 +393,16 @@ def test_nobody_reads(data, tmp_path):
     assert runs.progress(tmp_path / "run")["step"] == 2
 
 
+def test_closed_streams(data, tmp_path, monkeypatch):
+    """`python train.py ... >&- 2>&-` trains too."""
+    save_json(tmp_path / "config.json", runs.settings(data, tmp_path / "run", max_steps=2, eval_interval=1))
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "config.json")])
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    train.main()
+    assert runs.progress(tmp_path / "run")["step"] == 2
+
+
 def test_what_to_type_next(data, tmp_path, capsys, monkeypatch):
     """The last line of a run says how to sample from it, or goes on with it as it was started, flags included."""
     configs = runs.settings(data, out := tmp_path / "a run", max_steps=4)
