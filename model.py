@@ -20,7 +20,6 @@ L n_layers, N = B*T tokens.  This file imports torch and the standard library on
 """
 
 import functools
-import itertools
 import math
 import warnings
 from dataclasses import dataclass
@@ -573,7 +572,8 @@ class GPT(nn.Module):
             check_ids(ids, self.cfg.vocab_size)
         where, size = cache.places(T) if cache is not None else (torch.arange(T, device=ids.device), T)
         mask = None
-        if docs is not None or size != T and (T > 1 or size != past + 1):
+        still = cache is not None and cache.position is not None  # one program for all steps: always with a mask
+        if docs is not None or still or size != T and (T > 1 or size != past + 1):
             mask = self._mask(where, size, docs, cache is not None)
         positions = where  # (T,)
         if docs is not None and self.pos_embed is not None:  # rotary scores depend on distances only
@@ -672,17 +672,10 @@ def _decode_step(model: GPT, cache: KVCache, docs):
         except Exception as error:
             if not is_compilers(error):
                 raise
-            raise OSError(f"nothing can be compiled here: {type(error).__name__}: {str(error).splitlines()[0]}\n"
+            raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
                           "  Install a C++ compiler, or generate without compiling.") from error
     if model.embed.weight.device.type != "cuda":
-        calls = itertools.count()
-
-        def checked_twice(ids):  # whether each block still fits its program takes a tenth of the time: asked no more
-            if next(calls) < 2:
-                return step(ids)
-            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                return step(ids)
-        return checked_twice
+        return step
     length, ids = cache.length, torch.zeros(cache.k.shape[1], 1, dtype=torch.long, device=cache.k.device)
 
     def back():  # what a trial wrote is overwritten by the first true step

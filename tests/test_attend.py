@@ -108,12 +108,16 @@ def test_still_cache(tiny, options):
 def test_compiled_decoding(tiny):
     """compile=True gives the same ids: rows of different length, past the end of the context, and sampled."""
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    other = tiny(d_model=32, n_heads=2, n_kv_heads=1)  # a second model in the process
+    generate(other, prompts, max_new_tokens=4, compile=True)
     for options in (dict(temperature=0.0), dict(temperature=1.0, seed=3)):
         plain = generate(tiny(), prompts, max_new_tokens=40, **options)  # the context is 32
         model = tiny()
         assert generate(model, prompts, max_new_tokens=40, compile=True, **options) == plain
-        assert generate(model, prompts[:1], max_new_tokens=9, compile=True) == generate(
-            tiny(), prompts[:1], max_new_tokens=9)
+        for n in (9, 27, 60):  # 5 + 27 fill the context to its last place
+            assert generate(model, prompts[:1], max_new_tokens=n, compile=True) == generate(
+                tiny(), prompts[:1], max_new_tokens=n)
+        assert generate(other, prompts, max_new_tokens=4, compile=True) == generate(other, prompts, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("shape", [(64, 192), (128, 64), (33, 17)])
