@@ -664,7 +664,7 @@ def _decode_step(model: GPT, cache: KVCache, docs):
     """A function of ids (B, 1) to logits (B, vocab_size), compiled; on CUDA recorded as one graph and replayed."""
     for block in model.blocks:  # one program for all of them
         block.compile(dynamic=False, options={"size_asserts": False})
-    head = _compiled_logits()
+    head = _compiled(GPT.logits)
 
     def step(ids):
         try:
@@ -695,11 +695,6 @@ def _decode_step(model: GPT, cache: KVCache, docs):
         cache.length += 1  # the position moves in the graph
         return logits
     return replay
-
-
-@functools.cache
-def _compiled_logits():
-    return torch.compile(GPT.logits, dynamic=False)
 
 
 @torch.inference_mode()

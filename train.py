@@ -198,8 +198,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
         f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
-    say(f"packing {cfg.packing}: {train_data.cut_share():.1%} of tokens are cut off from the beginning of their "
-        f"document, {train_data.empty_share:.2%} of slots are empty")
+    if main:  # the share is counted in the data, which need not be read by those who say nothing
+        say(f"packing {cfg.packing}: {train_data.cut_share():.1%} of tokens are cut off from the beginning of their "
+            f"document, {train_data.empty_share:.2%} of slots are empty")
 
     # 8. loop --------------------------------------------------------------------------------------------------------
     batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, batch_seqs=batch_seqs,

@@ -41,3 +41,18 @@ def tiny():
         torch.manual_seed(0)
         return GPT(tiny_config(**changes))
     return build
+
+
+@pytest.fixture
+def run_eval(monkeypatch, capsys):
+    """run_eval(run folder, *flags) -> (exit code, stdout, stderr) of eval.py, run in this process on the CPU."""
+    def call(run, *flags):
+        import eval as evaluation
+        monkeypatch.setattr(sys, "argv", ["eval.py", str(run), "--device", "cpu", *map(str, flags)])
+        code = 0
+        try:
+            evaluation.main()
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, *capsys.readouterr()
+    return call

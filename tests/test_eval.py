@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -72,16 +71,10 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def call(made, monkeypatch, capsys):
+def call(made, run_eval):
     """call(*flags) -> (exit code, stdout, stderr) of the command, run in this process."""
     def call(*flags, run=made[0]):
-        monkeypatch.setattr(sys, "argv", ["eval.py", str(run), "--device", "cpu", *map(str, flags)])
-        code = 0
-        try:
-            evaluation.main()
-        except SystemExit as stopped:
-            code = stopped.code
-        return code, *capsys.readouterr()
+        return run_eval(run, *flags)
     return call
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import tiny_config
 
-from model import GPT, KVCache, generate, sample_next
+from model import GPT, KVCache, compile_or_not, generate, sample_next
 
 LEARNED = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SHAPES = {"rope": {}, "learned": LEARNED, "nope": dict(nope_every=2, qk_norm=False), "mha-softcap": dict(
@@ -162,7 +162,7 @@ def test_compiling_without_a_compiler(lively, monkeypatch):
         raise OSError("no g++")
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiler(f, backend=no_compiler))
-    monkeypatch.setattr("model._compiled_logits", lambda: torch.compile(GPT.logits))  # the true one is kept for others
+    monkeypatch.setattr("model._compiled", compile_or_not)  # nothing of it is kept for other tests
     with pytest.raises(OSError, match=r"(?s)no g\+\+.*Install a C\+\+ compiler"):
         generate(lively(), [prompt(5)], max_new_tokens=3, compile=True)
 

@@ -1,5 +1,6 @@
 """Multiple choice: the numbers are those of the definition, and of lm-evaluation-harness where it is installed."""
 
+import functools
 import json
 import sys
 
@@ -9,7 +10,6 @@ import transformers
 from conftest import tiny_config
 from exchange import save, texts, trained_words
 
-import eval as evaluation
 import hf
 import tasks
 from model import GPT
@@ -132,17 +132,8 @@ def write(path, questions):
 
 
 @pytest.fixture
-def call(run, monkeypatch, capsys):
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["eval.py", str(run[0]), "--device", "cpu", "--dtype", "float32",
-                                          *map(str, flags)])
-        code = 0
-        try:
-            evaluation.main()
-        except SystemExit as stopped:
-            code = stopped.code
-        return code, *capsys.readouterr()
-    return call
+def call(run, run_eval):
+    return functools.partial(run_eval, run[0], "--dtype", "float32")
 
 
 def test_the_command_scores_a_file(tmp_path, run, words, questions, call):
