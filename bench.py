@@ -61,7 +61,7 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 import peers
-from config import TrainConfig, as_command, load
+from config import TrainConfig, as_command, load, to_dict
 from data import Batches, TokenData
 from device import DTYPES, autocast, keep_freed_memory, machine, peak_flops, pick_device, pick_dtype
 from model import (
@@ -158,12 +158,15 @@ def copy_rate(device) -> float:
     return 2 * a.nbytes / statistics.median(seconds(lambda: a.copy_(b), device, 5))
 
 
-def run_row(command: list[str], row: str, timeout: float | None = None) -> dict:
-    """What `bench.py COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails."""
+def run_row(command: list[str], row: str, timeout: float | None = None, cache: str | None = None) -> dict:
+    """What `bench.py COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails.
+
+    cache: a folder for what was compiled, where the first call's time does not matter; else it is another day's.
+    """
     try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:  # else the first step is another day's
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as fresh:
             done = subprocess.run([sys.executable, __file__, *command, "--row", row], capture_output=True, text=True,
-                                  timeout=timeout, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache})
+                                  timeout=timeout, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
     except subprocess.TimeoutExpired:
         return dict(row=row, failed=f"not ready after {timeout:.0f} s")
     if done.returncode:
@@ -174,14 +177,23 @@ def run_row(command: list[str], row: str, timeout: float | None = None) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def in_fresh_processes(command: list[str], rows: list[str]):
-    """The objects that rows print.  A row that fails is reported and left out."""
+def in_fresh_processes(args, device, rows: list[str], command=(), derive=lambda x: {}, **facts) -> list[dict]:
+    """The objects that rows print, with what derive(object) adds; with --json printed at once, together with facts.
+    A row that fails is reported and left out."""
+    results = []
     for row in rows:
-        result = run_row(command, row)
+        result = run_row([*sys.argv[1:], *command], row)
         if "failed" in result:
             print(f"bench.py: row {row!r} failed: {result['failed']}", file=sys.stderr)
-        else:
-            yield result
+            continue
+        results.append(result | derive(result))
+        if args.json:
+            print_json(args.command, device, **results[-1], **facts, repeats=args.repeats)
+    return results
+
+
+def spread(times: list[float]) -> dict:
+    return dict(seconds=statistics.median(times), seconds_min=min(times), seconds_max=max(times))
 
 
 def choose(args, rows: list[str]) -> list[str]:
@@ -296,7 +308,6 @@ def head_truth(hidden, weight, targets, chunk: int = 512):
 
 
 def head_row(args, device):
-    """One row, in this process."""
     name, _, chunk = args.row.partition(" chunk ")
     call = head_rows(device)[name]
     if chunk:
@@ -310,21 +321,16 @@ def head_row(args, device):
         return loss
     times = seconds(step, device, args.repeats)
     hidden.grad = weight.grad = None
-    peak = peak_mib(step, device)
-    row = dict(row=args.row, seconds=statistics.median(times), seconds_min=min(times), seconds_max=max(times),
-               peak_mib=peak)
+    row = dict(row=args.row, **spread(times), peak_mib=peak_mib(step, device))
     if args.folder:
         loss, dh, dw = torch.load(Path(args.folder) / "truth.pt", mmap=True)
         row["loss_error"] = (abs(step().detach().cpu() - loss) / loss).item()
         row["grad_error"] = max(((got.grad.cpu().double() - want).norm() / want.norm()).item()
                                 for got, want in ((hidden, dh), (weight, dw)))
-    print(json.dumps(row))
+    return row
 
 
-def head(args):
-    device = pick_device(args.device)
-    if args.row:
-        return head_row(args, device)
+def head(args, device):
     N, d, V, dtype = args.n_tokens, args.d_model, args.vocab, DTYPES[args.dtype]
     what = f"Loss head, forward + backward, N={N} d={d} V={V} {args.dtype}, median of {args.repeats}"
     if args.chunks:
@@ -333,26 +339,21 @@ def head(args):
         what += f"; {default} is the default chunk"
     else:
         rows = choose(args, list(head_rows(device)))
-    command = sys.argv[1:]
+    command = []
     with tempfile.TemporaryDirectory() as folder:
         if not args.chunks:
             torch.save(head_truth(*head_inputs(args, torch.device("cpu"))), Path(folder) / "truth.pt")
             command.append(f"--folder={folder}")
         floor = 6 * N * d * V / matmul_rate(device, dtype)
-        results = []
-        for result in in_fresh_processes(command, rows):
-            results.append(result)
-            if args.json:
-                print_json("head", device, **result, floor_seconds=floor, n_tokens=N, d_model=d, vocab=V,
-                           dtype=args.dtype, repeats=args.repeats)
+        results = in_fresh_processes(args, device, rows, command, floor_seconds=floor, n_tokens=N, d_model=d, vocab=V,
+                                     dtype=args.dtype)
     if not args.json and results:
         base = next((x for x in results if x["row"] == "ours"), min(results, key=lambda x: x["seconds"]))
         body = [[x["row"], x["seconds"], x["seconds"] / base["seconds"], x["peak_mib"], x.get("loss_error"),
                  x.get("grad_error")] for x in results]
         body.append(["floor: the matmuls", floor, floor / base["seconds"], None, None, None])
         print_table(what, device, ["", "seconds", f"x {base['row']}", "peak MiB", "loss error", "grad error"], body)
-    if len(results) < len(rows):
-        sys.exit(1)
+    return len(results) < len(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ def step_batches(folder, model_cfg: ModelConfig, cfg: TrainConfig, device) -> Ba
 
 
 def step_row(args, device):
-    """One row, in this process: train.py's step 8 with one micro batch."""
+    """train.py's step 8 with one micro batch."""
     model_cfg, cfg = settings(args)
     dtype, ours, clock = pick_dtype(cfg.dtype, device), args.row == "ours", time.perf_counter
     import torch._inductor.compile_fx  # noqa: F401 (the compiler's own memory is no row's)
@@ -447,41 +448,38 @@ def step_row(args, device):
         batches = step_batches(folder, model_cfg, cfg, device)
         first, _, _, loss = step(batches)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        reset_peak(device)
+        held = reset_peak(device)  # weights, moments and the compiler's leftovers
         step(batches)
         times = [step(batches) for _ in range(args.repeats)]
         batches.close()
-    total, wait, optimizer = (statistics.median(column) for column in list(zip(*times, strict=True))[:3])
+    totals, *columns, _ = zip(*times, strict=True)
+    total, wait, optimizer = map(statistics.median, (totals, *columns))
     moments = sum(t.nbytes for o in optimizers for state in o.state.values() for t in state.values()
                   if torch.is_tensor(t))
     tokens = cfg.micro_batch_size * cfg.seq_len
-    print(json.dumps(dict(
-        row=args.row, tok_per_s=tokens / total, seconds=total, seconds_min=min(times)[0], seconds_max=max(times)[0],
-        first_seconds=first, recompiled=torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
+    return dict(
+        row=args.row, tok_per_s=tokens / total, **spread(totals), first_seconds=first,
+        recompiled=torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
         optimizer_seconds=optimizer, data_wait=wait / total, peak_mib=peak_since(imported, device),
-        state_mib=round((2 * sum(p.nbytes for p in params) + moments) / 2**20, 1), loss=loss, flops_per_token=flops)))
+        step_mib=peak_since(held, device), loss=loss, flops_per_token=flops,
+        state_mib=round((2 * sum(p.nbytes for p in params) + moments) / 2**20, 1))
 
 
-def step(args):
-    device = pick_device(args.device)
-    if args.row:
-        return step_row(args, device)
+def step(args, device):
     model_cfg, cfg = settings(args)
     rows, dtype = choose(args, step_rows(cfg)), pick_dtype(cfg.dtype, device)
     rate, peak = matmul_rate(device, dtype), peak_flops(device, dtype)
-    results = []
-    for x in in_fresh_processes(sys.argv[1:], rows):
-        long = x["optimizer_seconds"] + 16 / cfg.micro_batch_size * (x["seconds"] - x["optimizer_seconds"])
-        x |= dict(of_floor=x["tok_per_s"] * x["flops_per_token"] / rate,
-                  mfu=x["tok_per_s"] * x["flops_per_token"] / peak if peak else None,
-                  optimizer_of_16=x["optimizer_seconds"] / long)
-        results.append(x)
+
+    def derive(x):
         if x["recompiled"]:
             print(f"bench.py: row {x['row']!r} compiled {x['recompiled']} graphs after its first step", file=sys.stderr)
-        if args.json:
-            print_json("step", device, **x, gemm_flops=rate, seq_len=cfg.seq_len, repeats=args.repeats,
-                       micro_batch_size=cfg.micro_batch_size, optimizer=cfg.optimizer, doc_mask=cfg.doc_mask,
-                       dtype=str(dtype).removeprefix("torch."))
+        long = x["optimizer_seconds"] + 16 / cfg.micro_batch_size * (x["seconds"] - x["optimizer_seconds"])
+        flops = x["tok_per_s"] * x["flops_per_token"]
+        return dict(of_floor=flops / rate, mfu=flops / peak if peak else None,
+                    optimizer_of_16=x["optimizer_seconds"] / long)
+    results = in_fresh_processes(args, device, rows, (), derive, gemm_flops=rate, seq_len=cfg.seq_len,
+                                 micro_batch_size=cfg.micro_batch_size, optimizer=cfg.optimizer, doc_mask=cfg.doc_mask,
+                                 dtype=str(dtype).removeprefix("torch."))
     if not args.json and results:
         best = max((x["tok_per_s"] for x in results if x["row"].endswith("compiled")), default=None)
         body = [[x["row"], x["tok_per_s"], x["tok_per_s"] / best if best else None, share(x["of_floor"], 1),
@@ -496,8 +494,7 @@ def step(args):
                     ["", "tokens/s", "x best compiled peer", "of the floor", "MFU", "peak MiB",
                      "of it weights, gradients, moments", "first step s", "optimizer share", "with 16 sequences",
                      "data wait"], body)
-    if len(results) < len(rows):
-        sys.exit(1)
+    return len(results) < len(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,7 +522,6 @@ def our_decoder(precision: str, model_cfg: ModelConfig, device, compile: bool):
 
 
 def sample_row(args, device):
-    """One row, in this process."""
     model_cfg, cfg = settings(args)
     torch.manual_seed(cfg.seed)
     long = max(args.prompt_tokens + args.new_tokens, args.prefill_tokens + 1)
@@ -548,30 +544,26 @@ def sample_row(args, device):
         rows = timed(args.batch, args.prompt_tokens, args.new_tokens) if who != "llama_cpp" else None  # one at a time
     flops = flops_per_token(model_cfg, args.prefill_tokens)["causal"] // 3  # forward
     head = 2 * model_cfg.padded_vocab_size * model_cfg.d_model  # at the last position only
-    print(json.dumps(dict(
+    return dict(
         row=args.row, tok_per_s=args.new_tokens / one, first_seconds=firsts[0], weight_bytes=weight_bytes,
         peak_mib=peak_since(before, device),
         prefill_tok_per_s=args.prefill_tokens / prefill,
         prefill_flops=(args.prefill_tokens * (flops - head) + head) / prefill,
-        batch=args.batch, batch_tok_per_s=rows and args.batch * args.new_tokens / rows)))
+        batch=args.batch, batch_tok_per_s=rows and args.batch * args.new_tokens / rows)
 
 
-def sample(args):
-    device = pick_device(args.device)
-    if args.row:
-        return sample_row(args, device)
+def sample(args, device):
     settings(args)
     rows, reading = choose(args, sample_rows()), read_rate(device)
     rates = {dtype: matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float32)}
-    results = []
-    for x in in_fresh_processes(sys.argv[1:], rows):
+
+    def derive(x):
         limit = reading / x["weight_bytes"]
         rate = rates[torch.float32 if x["row"].endswith("fp32") else torch.bfloat16]
-        x |= dict(limit_tok_per_s=limit, of_bandwidth=x["tok_per_s"] / limit, of_gemm=x["prefill_flops"] / rate)
-        results.append(x)
-        if args.json:
-            print_json("sample", device, **x, bytes_per_s=reading, gemm_flops=rate, prompt_tokens=args.prompt_tokens,
-                       new_tokens=args.new_tokens, prefill_tokens=args.prefill_tokens, repeats=args.repeats)
+        return dict(limit_tok_per_s=limit, of_bandwidth=x["tok_per_s"] / limit, of_gemm=x["prefill_flops"] / rate,
+                    gemm_flops=rate)
+    results = in_fresh_processes(args, device, rows, (), derive, bytes_per_s=reading, prompt_tokens=args.prompt_tokens,
+                                 new_tokens=args.new_tokens, prefill_tokens=args.prefill_tokens)
     if not args.json and results:
         speeds = {x["row"]: x["tok_per_s"] for x in results}
 
@@ -589,8 +581,7 @@ def sample(args):
                     ["", "tokens/s", "x transformers", "x llama_cpp", "limit: reading the weights", "of it",
                      "prefill tokens/s", "of the matmul rate", f"batch {args.batch} tokens/s", "x batch 1",
                      "first call s"], body)
-    if len(results) < len(rows):
-        sys.exit(1)
+    return len(results) < len(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -601,7 +592,7 @@ PREPARE = ["tiktoken in a bare pool", "ours: encode_documents", "ours: prepare.p
 
 
 def prepare_row(args, device):
-    """One row, in this process, over the documents that prepare.py would read, held in memory (but for the command)."""
+    """Over the documents that prepare.py would read, held in memory (but for the command)."""
     from concurrent.futures import ThreadPoolExecutor
 
     import rustbpe
@@ -634,33 +625,28 @@ def prepare_row(args, device):
                         strict=True))[args.row]
         times = seconds(call, device, args.repeats)
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-    print(json.dumps(dict(row=args.row, seconds=statistics.median(times), seconds_min=min(times),
-                          seconds_max=max(times), mb=size / 1e6, mb_per_s=size / 1e6 / statistics.median(times))))
+    return dict(row=args.row, **spread(times), mb=size / 1e6, mb_per_s=size / 1e6 / statistics.median(times))
 
 
-def prepare(args):
-    device = torch.device("cpu")
-    if args.row:
-        return prepare_row(args, device)
+def prepare(args, device):
     from sources import Reader, Source
     from tokenizer import train_tokenizer
-    rows, results = choose(args, PREPARE), {}
+    rows, speeds = choose(args, PREPARE), {}
+
+    def derive(x):
+        speeds[x["row"]] = x["mb_per_s"]
+        bare = speeds.get(PREPARE[0 if PREPARE.index(x["row"]) < 3 else 3])
+        return dict(ratio=x["mb_per_s"] / bare if bare else 1.0)
     with tempfile.TemporaryDirectory() as folder:
         train_tokenizer((piece.text for name in args.text for piece in Reader(Source(name), errors="replace",
                                                                              skip_bad=True)), args.vocab).save(folder)
-        for x in in_fresh_processes([*sys.argv[1:], f"--folder={folder}"], rows):
-            base = results.get(PREPARE[0 if PREPARE.index(x["row"]) < 3 else 3])
-            x["ratio"] = x["mb_per_s"] / base["mb_per_s"] if base else 1.0
-            results[x["row"]] = x
-            if args.json:
-                print_json("prepare", device, **x, vocab=args.vocab, repeats=args.repeats)
+        results = in_fresh_processes(args, device, rows, [f"--folder={folder}"], derive, vocab=args.vocab)
     if not args.json and results:
-        print_table(f"Text to ids, then text to {args.vocab} ids, {next(iter(results.values()))['mb']:.1f} MB of "
+        print_table(f"Text to ids, then text to {args.vocab} ids, {results[0]['mb']:.1f} MB of "
                     f"{' '.join(args.text)}, median of {args.repeats}", device,
                     ["", "seconds", "MB/s", "x the bare one"],
-                    [[x["row"], x["seconds"], x["mb_per_s"], x["ratio"]] for x in results.values()])
-    if len(results) < len(rows):
-        sys.exit(1)
+                    [[x["row"], x["seconds"], x["mb_per_s"], x["ratio"]] for x in results])
+    return len(results) < len(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -669,52 +655,63 @@ def prepare(args):
 GROWTH = ["--d_model=256", "--n_layers=6", "--n_heads=4", "--n_kv_heads=1", "--d_ff=704", "--seq_len=512"]
 AXES = {"seq_len": (256, 512, 1024, 2048, 4096), "micro_batch_size": (1, 2, 4, 8, 16),
         "vocab_size": (8192, 16384, 32768, 65536, 131072), "n_layers": (6, 12, 24, 60)}
+UNITS = {"seq_len": "token", "micro_batch_size": "token", "vocab_size": "id", "n_layers": "layer"}
 
 
-def growth(args):
-    device = pick_device(args.device)
+def growth_row(args, device):
+    """The step, then its head alone."""
+    (model_cfg, cfg), row = settings(args), step_row(args, device)
+    tokens, dtype = cfg.micro_batch_size * cfg.seq_len, pick_dtype(cfg.dtype, device)
+    head = head_row(argparse.Namespace(
+        row="ours", n_tokens=tokens, d_model=model_cfg.d_model, vocab=model_cfg.padded_vocab_size, repeats=1,
+        dtype=str(dtype).removeprefix("torch."), folder=None), device)
+    result = tokens * model_cfg.d_model * dtype.itemsize / 2**20  # the gradient, as long as the head's input
+    return row | dict(tokens=tokens, us_per_token=row["seconds"] / tokens * 1e6,
+                      head_mib=None if head["peak_mib"] is None else round(head["peak_mib"] - result, 1))
+
+
+def growth(args, device):
     axes = dict(AXES)
     if args.axis:
         given = [axis.partition("=") for axis in args.axis]
         if unknown := [name for name, _, _ in given if name not in AXES]:
             raise ValueError(f"there is no axis {unknown[0]!r}. Choose from: {', '.join(AXES)}.")
         axes = {name: tuple(map(int, values.split(","))) if values else AXES[name] for name, _, values in given}
-    common, failed = [f"--repeats={args.repeats}", f"--device={device}"], False
-    for axis, values in axes.items():
-        body, first = [], None
-        for value in values:
-            changes = [*GROWTH, *args.settings, f"--{axis}={value}"]
-            model_cfg, cfg = settings(argparse.Namespace(settings=changes))
-            tokens, dtype = cfg.micro_batch_size * cfg.seq_len, pick_dtype(cfg.dtype, device)
-            name = str(dtype).removeprefix("torch.")
-            x = next(in_fresh_processes(["step", *common, *changes], ["ours"]), None)
-            alone = [] if axis == "n_layers" else ["ours"]  # the head knows nothing of layers
-            head = next(in_fresh_processes(["head", *common, f"--n_tokens={tokens}", f"--d_model={model_cfg.d_model}",
-                                            f"--vocab={model_cfg.padded_vocab_size}", f"--dtype={name}"], alone), {})
-            if x is None:
-                failed = True
-                continue
-            dh = tokens * model_cfg.d_model * dtype.itemsize / 2**20  # the head's result, as long as its input
-            peak = head.get("peak_mib")
-            x |= dict(tokens=tokens, us_per_token=x["seconds"] / tokens * 1e6, kib_per_token=None,
-                      head_mib=None if peak is None else round(peak - dh, 1))
-            first = first or x
-            if x["peak_mib"] is not None and tokens != first["tokens"]:
-                x["kib_per_token"] = (x["peak_mib"] - first["peak_mib"]) / (tokens - first["tokens"]) * 1024
-            body.append([str(value), str(tokens), x["us_per_token"], x["us_per_token"] / first["us_per_token"],
-                         x["peak_mib"], x["kib_per_token"], x["state_mib"], x["head_mib"]])
-            if args.json:
-                print_json("growth", device, **x, axis=axis, value=value)
-        if body and not args.json:
-            model_cfg, cfg = settings(argparse.Namespace(settings=[*GROWTH, *args.settings]))
-            print_table(f"Our training step over {axis}, else d_model {model_cfg.d_model}, {model_cfg.n_layers} layers,"
-                        f" vocabulary {model_cfg.vocab_size}, {cfg.micro_batch_size} x {cfg.seq_len} tokens, "
-                        f"{cfg.optimizer}, {cfg.dtype}; the head's peak without its result [tokens, d]", device,
-                        [axis, "tokens", "us a token", "x the first", "peak MiB", "KiB for each further token",
-                         "weights, gradients, moments", "head's peak MiB"], body)
-            print()
-    if failed:
-        sys.exit(1)
+    start, failed = time.monotonic(), False
+    model_cfg, cfg = settings(args, *GROWTH)
+    base = {name: value for name, value in to_dict((model_cfg, cfg)).items() if name in AXES}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        measure = functools.cache(lambda *shape: run_row(  # the shape that all axes have in common is measured once
+            ["growth", f"--repeats={args.repeats}", f"--device={device}", *GROWTH, *args.settings,
+             *(f"--{name}={value}" for name, value in zip(base, shape, strict=True))], "ours", cache=cache))
+        for axis, values in axes.items():
+            body, first, per = [], None, UNITS[axis]
+            for value in values:
+                x = dict(measure(*(base | {axis: value}).values()))
+                print(f"bench.py: {time.monotonic() - start:4.0f} s  {axis} {value}: {x.get('failed', 'done')}",
+                      file=sys.stderr)
+                if "failed" in x:
+                    failed = True
+                    continue
+                x["units"] = x["tokens"] if per == "token" else value
+                first = first or x
+                more = x["units"] - first["units"]
+                x |= dict(us_more=(x["seconds"] - first["seconds"]) / more * 1e6 if more else None,
+                          kib_more=(x["step_mib"] - first["step_mib"]) / more * 1024
+                          if more and x["step_mib"] is not None else None)
+                body.append([str(value), x["us_per_token"], x["us_per_token"] / first["us_per_token"], x["us_more"],
+                             x["step_mib"], x["kib_more"], x["state_mib"], x["head_mib"]])
+                if args.json:
+                    print_json("growth", device, **x, axis=axis, value=value)
+            if body and not args.json:
+                print_table(f"Our training step over {axis}, else d_model {model_cfg.d_model}, {model_cfg.n_layers} "
+                            f"layers, vocabulary {model_cfg.vocab_size}, {cfg.micro_batch_size} x {cfg.seq_len} tokens,"
+                            f" {cfg.optimizer}, {cfg.dtype}, median of {args.repeats}; peaks above weights and moments,"
+                            " and above the head's inputs and its result [tokens, d]", device,
+                            [axis, "us a token", "x the first", f"us for each further {per}", "peak MiB",
+                             f"KiB for each further {per}", "weights, gradients, moments", "head's peak MiB"], body)
+                print(flush=True)
+    return failed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -747,14 +744,11 @@ def gpu_parts(args, device) -> list[tuple[str, list[str], str]]:
 
 def gpu_row(args, device):
     dtype = pick_dtype(settings(args)[1].dtype, device)
-    print(json.dumps(dict(row=args.row, gemm_flops=matmul_rate(device, dtype), copy_bytes_per_s=copy_rate(device),
-                          read_bytes_per_s=read_rate(device), peak_flops=peak_flops(device, dtype))))
+    return dict(row=args.row, gemm_flops=matmul_rate(device, dtype), copy_bytes_per_s=copy_rate(device),
+                read_bytes_per_s=read_rate(device), peak_flops=peak_flops(device, dtype))
 
 
-def gpu(args):
-    device = pick_device(args.device)
-    if args.row:
-        return gpu_row(args, device)
+def gpu(args, device):
     body, start, ceilings, failed = [], time.monotonic(), {}, False
     for what, command, row in gpu_parts(args, device):
         left = args.minutes * 60 - (time.monotonic() - start)
@@ -783,7 +777,7 @@ def gpu(args):
     if not args.json:
         print_table(f"One card, {args.repeats} repeats", device, ["", "tokens/s", "ms", "MFU", "of the matmul rate",
                                                                   "of the bandwidth", "peak MiB", "note"], body)
-    sys.exit(1 if failed else 0)
+    return failed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -800,29 +794,29 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="step|sample|prepare|head|growth|gpu", dest="command")
 
-    def add(run, help_text):
+    def add(run, measure, help_text):
         sub = commands.add_parser(run.__name__, parents=[common], help=help_text, allow_abbrev=False, epilog=(
             None if run in (head, prepare) else "and every --key=value of train.py (python train.py --help)"))
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, measure=measure)
         return sub.add_argument
-    add(step, "one training step")
-    flag = add(sample, "greedy decoding")
+    add(step, step_row, "one training step")
+    flag = add(sample, sample_row, "greedy decoding")
     flag("--batch", type=int, default=16, help="prompts at once in the batch column (16)")
     flag("--prompt_tokens", type=int, default=64, help="of each prompt (64)")
     flag("--new_tokens", type=int, default=64, help="after each prompt (64)")
     flag("--prefill_tokens", type=int, default=384, help="of the prompt whose reading is timed (384)")
-    flag = add(prepare, "encoding and tokenizer training")
+    flag = add(prepare, prepare_row, "encoding and tokenizer training")
     flag("--text", nargs="+", default=["stdlib"], help="files, folders, globs (the interpreter's standard library)")
     flag("--vocab", type=int, default=32768, help="ids of the tokenizer (32768)")
-    flag = add(head, "the loss head, forward and backward")
+    flag = add(head, head_row, "the loss head, forward and backward")
     flag("--n_tokens", type=int, default=8192, help="N, positions (8192)")
     flag("--d_model", type=int, default=512, help="d, width (512)")
     flag("--vocab", type=int, default=32768, help="V, ids (32768)")
     flag("--dtype", default="bfloat16", choices=list(DTYPES), help="of hidden states and table (bfloat16)")
     flag("--chunks", action="store_true", help="ours over chunk sizes instead of the peers")
-    flag = add(growth, "time and memory over context, batch, vocabulary, depth")
+    flag = add(growth, growth_row, "time and memory over context, batch, vocabulary, depth")
     flag("--axis", action="append", help=f"only this, with its values or without: seq_len=256,512 ({', '.join(AXES)})")
-    flag = add(gpu, "one card, within minutes")
+    flag = add(gpu, gpu_row, "one card, within minutes")
     flag("--minutes", type=float, default=8, help="what does not fit in is left out, and said (8)")
     args, args.settings = parser.parse_known_args()
     if args.repeats is None:
@@ -834,7 +828,10 @@ def main():
                 raise ValueError(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
         if args.settings and args.run in (head, prepare):
             raise ValueError(f"{args.settings[0]} is nothing that {args.command} knows. --help lists what it does.")
-        args.run(args)
+        device = torch.device("cpu") if args.run is prepare else pick_device(args.device)
+        if not args.row:
+            sys.exit(args.run(args, device))  # 1 where a row failed
+        print(json.dumps(args.measure(args, device)))
 
 
 if __name__ == "__main__":

@@ -85,13 +85,14 @@ def test_head_table_of_chunks():
 def test_a_row_that_fails(monkeypatch, capsys):
     """A row that breaks is reported on stderr, the others are still measured, and the exit code says so."""
     monkeypatch.setattr(sys, "argv", ["bench.py", "head", "--json", "--rows=naive", *SMALL])
-    monkeypatch.setattr(bench, "in_fresh_processes", lambda command, rows: iter(()))
+    monkeypatch.setattr(bench, "in_fresh_processes", lambda *args, **facts: [])
     monkeypatch.setattr(bench, "matmul_rate", lambda *args: 1.0)
     with pytest.raises(SystemExit) as error:
         bench.main()
     assert error.value.code == 1
     monkeypatch.undo()
-    assert not list(bench.in_fresh_processes(["head", *SMALL], ["no such row"]))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "head", *SMALL])
+    assert not bench.in_fresh_processes(argparse.Namespace(), torch.device("cpu"), ["no such row"])
     assert "row 'no such row' failed: KeyError" in capsys.readouterr().err
 
 
@@ -102,7 +103,7 @@ def here(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, argv)])
         bench.main()
 
-    def run_row(command, row, timeout=None):
+    def run_row(command, row, timeout=None, cache=None):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             try:
@@ -238,15 +239,17 @@ def test_prepare(here):
 
 
 def test_growth(here, monkeypatch):
-    """A table per axis; state grows with the depth, the head's peak does not grow with the batch."""
+    """A table per axis, each shape measured once; state grows with the depth, the head's peak not with the batch."""
     monkeypatch.setitem(model.CHUNK_BYTES, "cpu", 1 << 20)
-    code, out, err = here("growth", *TINY, "--vocab_size=4096", "--axis=micro_batch_size=8,64", "--axis=n_layers=1,2",
+    run_row, measured = bench.run_row, []
+    monkeypatch.setattr(bench, "run_row", lambda *args, **more: measured.append(args) or run_row(*args, **more))
+    code, out, err = here("growth", *TINY, "--vocab_size=4096", "--axis=micro_batch_size=2,8,64", "--axis=n_layers=1,2",
                           "--json")
-    assert code == 0, err
-    few, many, shallow, deep = map(json.loads, out.splitlines())
+    assert code == 0 and "micro_batch_size 64: done" in err and len(measured) == 4, err
+    _, few, many, shallow, deep = map(json.loads, out.splitlines())
     assert (few["tokens"], many["tokens"]) == (256, 2048) and few["state_mib"] == many["state_mib"]
-    assert few["kib_per_token"] is None and many["kib_per_token"] * 1792 / 1024 == pytest.approx(
-        many["peak_mib"] - few["peak_mib"])
+    assert many["kib_more"] * (2048 - 64) / 1024 == pytest.approx(many["step_mib"] - shallow["step_mib"])
+    assert deep["us_more"] == pytest.approx(1e6 * (deep["seconds"] - shallow["seconds"])) and shallow["us_more"] is None
     assert deep["state_mib"] > shallow["state_mib"] and (deep["axis"], deep["value"]) == ("n_layers", 2)
     assert many["head_mib"] < few["head_mib"] + 8  # all of the logits would be 28 MiB more, and as much again
     code, out, _ = here("growth", *TINY, "--axis=seq_len=16,32")
