@@ -6,7 +6,7 @@
     python bench.py prepare                     encoding text, training a tokenizer
     python bench.py head                        the loss head, forward and backward
     python bench.py head --chunks               ours over chunk sizes: where default_chunk's byte budget comes from
-    python bench.py growth                      time and memory over context, batch, vocabulary and depth
+    python bench.py growth                      time and memory over context, batch, vocabulary, depth: five minutes
     python bench.py gpu                         all of it that matters on one card, within eight minutes
 
 Each prints a table for the README, or with --json one object a line.
@@ -15,7 +15,8 @@ A time means little without its neighbours: whatever slows the machine today slo
 one sitting, every row runs in a process of its own (no allocator, compiler cache or thread pool warmed by the row
 before), the first call is thrown away (compilation, first touch) and the median of the others counts.  Peak memory is
 what a call needs above its inputs, or a training step above the imports: on CUDA the allocator's own peak; on Linux the
-kernel's high-water mark of resident memory, set back before the call, after freed memory was returned.
+kernel's high-water mark of resident memory, set back before the call, after freed memory was returned.  Only growth,
+which has no use for the first call's time, lets its rows share what was compiled.
 
 *The limits.*  Matmuls are held against the rate that one large matmul reaches here: `head` needs 6*N*d*V FLOPs, `step`
 model.flops_per_token (causal) a token.  Decoding one sequence is held against reading every weight once a token, at the
@@ -659,13 +660,15 @@ UNITS = {"seq_len": "token", "micro_batch_size": "token", "vocab_size": "id", "n
 
 
 def growth_row(args, device):
-    """The step, then its head alone."""
-    (model_cfg, cfg), row = settings(args), step_row(args, device)
+    """The step's head alone, then the step, from which on freed memory is kept."""
+    model_cfg, cfg = settings(args)
+    torch.compiler.set_stance("default" if cfg.compile else "force_eager")
     tokens, dtype = cfg.micro_batch_size * cfg.seq_len, pick_dtype(cfg.dtype, device)
     head = head_row(argparse.Namespace(
         row="ours", n_tokens=tokens, d_model=model_cfg.d_model, vocab=model_cfg.padded_vocab_size, repeats=1,
         dtype=str(dtype).removeprefix("torch."), folder=None), device)
     result = tokens * model_cfg.d_model * dtype.itemsize / 2**20  # the gradient, as long as the head's input
+    row = step_row(args, device)
     return row | dict(tokens=tokens, us_per_token=row["seconds"] / tokens * 1e6,
                       head_mib=None if head["peak_mib"] is None else round(head["peak_mib"] - result, 1))
 
@@ -685,7 +688,7 @@ def growth(args, device):
             ["growth", f"--repeats={args.repeats}", f"--device={device}", *GROWTH, *args.settings,
              *(f"--{name}={value}" for name, value in zip(base, shape, strict=True))], "ours", cache=cache))
         for axis, values in axes.items():
-            body, first, per = [], None, UNITS[axis]
+            rows, unit = [], UNITS[axis]
             for value in values:
                 x = dict(measure(*(base | {axis: value}).values()))
                 print(f"bench.py: {time.monotonic() - start:4.0f} s  {axis} {value}: {x.get('failed', 'done')}",
@@ -693,23 +696,22 @@ def growth(args, device):
                 if "failed" in x:
                     failed = True
                     continue
-                x["units"] = x["tokens"] if per == "token" else value
-                first = first or x
-                more = x["units"] - first["units"]
-                x |= dict(us_more=(x["seconds"] - first["seconds"]) / more * 1e6 if more else None,
-                          kib_more=(x["step_mib"] - first["step_mib"]) / more * 1024
-                          if more and x["step_mib"] is not None else None)
-                body.append([str(value), x["us_per_token"], x["us_per_token"] / first["us_per_token"], x["us_more"],
-                             x["step_mib"], x["kib_more"], x["state_mib"], x["head_mib"]])
+                x |= dict(axis=axis, value=value, units=x["tokens"] if unit == "token" else value)
+                more = rows and x["units"] - rows[-1]["units"]
+                for key, of, scale in (("us_more", "seconds", 1e6), ("kib_more", "step_mib", 1024)):
+                    x[key] = (x[of] - rows[-1][of]) * scale / more if more and x[of] is not None else None
+                rows.append(x)
                 if args.json:
-                    print_json("growth", device, **x, axis=axis, value=value)
-            if body and not args.json:
+                    print_json("growth", device, **x)
+            if rows and not args.json:
                 print_table(f"Our training step over {axis}, else d_model {model_cfg.d_model}, {model_cfg.n_layers} "
                             f"layers, vocabulary {model_cfg.vocab_size}, {cfg.micro_batch_size} x {cfg.seq_len} tokens,"
                             f" {cfg.optimizer}, {cfg.dtype}, median of {args.repeats}; peaks above weights and moments,"
-                            " and above the head's inputs and its result [tokens, d]", device,
-                            [axis, "us a token", "x the first", f"us for each further {per}", "peak MiB",
-                             f"KiB for each further {per}", "weights, gradients, moments", "head's peak MiB"], body)
+                            " the head's above its inputs and its result [tokens, d]; further: than the row above",
+                            device, [axis, "us a token", "x the first", f"us for each further {unit}", "peak MiB",
+                                     f"KiB for each further {unit}", "weights, gradients, moments", "head's peak MiB"],
+                            [[str(x["value"]), x["us_per_token"], x["us_per_token"] / rows[0]["us_per_token"],
+                              x["us_more"], x["step_mib"], x["kib_more"], x["state_mib"], x["head_mib"]] for x in rows])
                 print(flush=True)
     return failed
 

@@ -248,7 +248,7 @@ def test_growth(here, monkeypatch):
     assert code == 0 and "micro_batch_size 64: done" in err and len(measured) == 4, err
     _, few, many, shallow, deep = map(json.loads, out.splitlines())
     assert (few["tokens"], many["tokens"]) == (256, 2048) and few["state_mib"] == many["state_mib"]
-    assert many["kib_more"] * (2048 - 64) / 1024 == pytest.approx(many["step_mib"] - shallow["step_mib"])
+    assert many["kib_more"] * (2048 - 256) / 1024 == pytest.approx(many["step_mib"] - few["step_mib"])
     assert deep["us_more"] == pytest.approx(1e6 * (deep["seconds"] - shallow["seconds"])) and shallow["us_more"] is None
     assert deep["state_mib"] > shallow["state_mib"] and (deep["axis"], deep["value"]) == ("n_layers", 2)
     assert many["head_mib"] < few["head_mib"] + 8  # all of the logits would be 28 MiB more, and as much again
