@@ -206,8 +206,8 @@ def choose(args, rows: list[str]) -> list[str]:
     return chosen
 
 
-def share(part: float | None, whole: float | None) -> str | None:
-    return None if part is None or not whole else f"{part / whole:.1%}" if part < whole / 10 else f"{part / whole:.0%}"
+def percent(part: float | None) -> str | None:
+    return None if part is None else f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
 
 
 def print_json(bench: str, device, **row):
@@ -398,7 +398,7 @@ def step_batches(folder, model_cfg: ModelConfig, cfg: TrainConfig, device) -> Ba
     entry = write_shard(Path(folder) / "train_000000.bin", ids, **facts)
     write_meta(folder, sources=[], boundary_id=0, splits={"train": [{**entry, "documents": 0, "bytes": 0}]}, **facts)
     return Batches(TokenData(folder, "train", seq_len=cfg.seq_len), seed=cfg.seed, device=device,
-                   micro_batch_size=cfg.micro_batch_size, batch_seqs=cfg.micro_batch_size)
+                   micro_batch_size=cfg.micro_batch_size)
 
 
 def step_row(args, device):
@@ -483,9 +483,9 @@ def step(args, device):
                                  dtype=str(dtype).removeprefix("torch."))
     if not args.json and results:
         best = max((x["tok_per_s"] for x in results if x["row"].endswith("compiled")), default=None)
-        body = [[x["row"], x["tok_per_s"], x["tok_per_s"] / best if best else None, share(x["of_floor"], 1),
-                 share(x["mfu"], 1), x["peak_mib"], x["state_mib"], x["first_seconds"],
-                 share(x["optimizer_seconds"], x["seconds"]), share(x["optimizer_of_16"], 1), share(x["data_wait"], 1)]
+        body = [[x["row"], x["tok_per_s"], x["tok_per_s"] / best if best else None, percent(x["of_floor"]),
+                 percent(x["mfu"]), x["peak_mib"], x["state_mib"], x["first_seconds"],
+                 percent(x["optimizer_seconds"] / x["seconds"]), percent(x["optimizer_of_16"]), percent(x["data_wait"])]
                 for x in results]
         floor = rate / flops_per_token(model_cfg, cfg.seq_len)["causal"]
         body.append(["floor: the matmuls", floor, floor / best if best else None, *[None] * 8])
@@ -573,7 +573,7 @@ def sample(args, device):
             other = speeds.get(f"{peer} {precision}") or speeds.get(f"{peer} {SAME_BITS.get(precision)}")
             return x["tok_per_s"] / other if other else None
         body = [[x["row"], x["tok_per_s"], ratio(x, "transformers"), ratio(x, "llama_cpp"), x["limit_tok_per_s"],
-                 share(x["of_bandwidth"], 1), x["prefill_tok_per_s"], share(x["of_gemm"], 1), x["batch_tok_per_s"],
+                 percent(x["of_bandwidth"]), x["prefill_tok_per_s"], percent(x["of_gemm"]), x["batch_tok_per_s"],
                  x["batch_tok_per_s"] and x["batch_tok_per_s"] / x["tok_per_s"], x["first_seconds"]] for x in results]
         print_table(f"Greedy decoding, {args.prompt_tokens} + {args.new_tokens} tokens, prefill of "
                     f"{args.prefill_tokens}; weights read at {reading / 1e9:.0f} GB/s, matmuls at "
@@ -773,8 +773,8 @@ def gpu(args, device):
             note = f"batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill {x['prefill_tok_per_s']:,.0f}"
         elif "optimizer_seconds" in x:
             note = f"first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
-        body.append([what, x.get("tok_per_s"), x["seconds"] * 1e3 if "seconds" in x else None, share(x["mfu"], 1),
-                     share(x["of_gemm"], 1), share(x["of_bandwidth"], 1), x.get("peak_mib"), note or ""])
+        body.append([what, x.get("tok_per_s"), x["seconds"] * 1e3 if "seconds" in x else None, percent(x["mfu"]),
+                     percent(x["of_gemm"]), percent(x["of_bandwidth"]), x.get("peak_mib"), note or ""])
         print(f"bench.py: {time.monotonic() - start:4.0f} s  {what}: {note or 'done'}", file=sys.stderr)
     if not args.json:
         print_table(f"One card, {args.repeats} repeats", device, ["", "tokens/s", "ms", "MFU", "of the matmul rate",

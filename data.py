@@ -23,9 +23,9 @@ under a map is a SIGBUS, where a short read is an error that names the file. A r
 map would save.
 
 **Order** is a pure function of (seed, position): sequence s of a run is window order(epoch)[s % n_windows], where
-epoch = s // n_windows and order is one permutation for all ranks. A step takes the next batch_seqs sequences, and ranks
-only divide these among themselves. So there is no state to save: a run resumes from the number of sequences it has
-consumed, on any number of ranks. The permutation is numpy's RandomState's, whose stream never changes between versions.
+epoch = s // n_windows and order is one permutation for all ranks. A step takes the next sequences, and ranks only
+divide these among themselves. So there is no state to save: a run resumes from the number of sequences it has consumed,
+on any number of ranks. The permutation is numpy's RandomState's, whose stream never changes between versions.
 """
 
 from collections import deque
@@ -193,23 +193,16 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 class Batches:
     """One rank's micro batches without end: x, y and docs of that many windows, (micro_batch_size, seq_len) each.
 
-    A step is batch_seqs sequences over all ranks, from start_seq on. Its micro step m gives rank r those from
-    (m * world_size + r) * micro_batch_size on, so a step is the same set for every world size.
+    From start_seq on, micro step m gives rank r the sequences from (m * world_size + r) * micro_batch_size on. So a
+    step, which train.py makes a whole number of micro steps, is the same set for every world size.
     """
 
     AHEAD = 3  # micro batches made in advance, by one thread
 
-    def __init__(self, data: TokenData, *, seed: int, micro_batch_size: int, batch_seqs: int, rank: int = 0,
-                 world_size: int = 1, start_seq: int = 0, device="cpu"):
-        together = micro_batch_size * world_size
-        if batch_seqs < 1 or batch_seqs % together:
-            near = [n for n in (batch_seqs // together * together, (batch_seqs // together + 1) * together) if n > 0]
-            raise ValueError(f"A step of {batch_seqs} sequences does not divide into {world_size} rank(s) x micro "
-                             f"batches of {micro_batch_size}, {together} sequences at a time.\n  The nearest that do "
-                             f"have {' or '.join(map(str, near))}: set --batch_tokens="
-                             f"{' or '.join(str(n * data.seq_len) for n in near)}, or change --micro_batch_size.")
+    def __init__(self, data: TokenData, *, seed: int, micro_batch_size: int, rank: int = 0, world_size: int = 1,
+                 start_seq: int = 0, device="cpu"):
         self.data, self.seed, self.micro_batch_size, self.device = data, seed, micro_batch_size, torch.device(device)
-        self._next, self._stride = start_seq + rank * micro_batch_size, together
+        self._next, self._stride = start_seq + rank * micro_batch_size, micro_batch_size * world_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._coming = deque()
 
@@ -235,8 +228,8 @@ class Batches:
 
 
 def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int | None = None, rank: int = 0,
-                    world_size: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A split once, in file order, for evaluation: x, y as Batches gives them, on the CPU, the last pair shorter.
+                    world_size: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A split once, in file order, for evaluation: x, y, docs as Batches gives them, on the CPU, the last ones shorter.
 
     max_windows takes that many, evenly spaced and always the same. Ranks take every world_size-th of them, so that sums
     over ranks are the same for any number of ranks; a rank may get none.
@@ -246,7 +239,7 @@ def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int 
         chosen = np.arange(max_windows) * data.n_windows // max_windows
     chosen = chosen[rank::world_size]
     for i in range(0, len(chosen), micro_batch_size):
-        yield _to_device([data.window(w) for w in chosen[i:i + micro_batch_size]], torch.device("cpu"))[:2]
+        yield _to_device([data.window(w) for w in chosen[i:i + micro_batch_size]], torch.device("cpu"))
 
 
 def _to_device(windows: Iterable[tuple[np.ndarray, ...]], device):
@@ -254,8 +247,3 @@ def _to_device(windows: Iterable[tuple[np.ndarray, ...]], device):
     if device.type == "cuda":  # only from pinned memory does the copy run beside the GPU's work
         together = together.pin_memory()
     return together.to(device, non_blocking=True).unbind()
-
-
-def document_ids(x: torch.Tensor, boundary_id: int) -> torch.Tensor:
-    """The number of the document each token is in, counted per row; a boundary starts one.  (B, T) -> (B, T) int32"""
-    return (x == boundary_id).cumsum(dim=1, dtype=torch.int32)

@@ -48,6 +48,9 @@ def parse(argv):
     for name in ("max_tokens", "seq_len", "micro_batch_size", "limit"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 1e15:
             p.error(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
+    for name, needs in (("choices", "a file of questions"), ("tasks", "names of tasks, as in --tasks hellaswag,piqa")):
+        if getattr(args, name) is not None and not getattr(args, name).strip(" ,"):
+            p.error(f"--{name} is empty; it needs {needs}.")
     if args.words and not args.embeddings:
         p.error("--words belongs to --embeddings.")
     asked = args.choices or args.tasks
@@ -103,7 +106,7 @@ def held_out(args, model, tokenizer, trained: dict, seq_len: int, device) -> dic
     windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
     bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
     result = evaluate(model, bar, tokenizer.token_bytes(), device=device, dtype=pick_dtype(args.dtype, device),
-                      boundary_id=tokenizer.boundary_id if trained.get("doc_mask") else None)
+                      doc_mask=bool(trained.get("doc_mask")))
     if not math.isfinite(result["loss"]):
         raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
     return result

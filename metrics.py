@@ -22,17 +22,17 @@ import torch
 import torch.nn.functional as F
 
 from config import written_aside
-from data import document_ids
 from device import autocast
 
 
 @torch.no_grad()
-def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, boundary_id: int | None = None, ranks=None,
+def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_mask: bool = False, ranks=None,
              rows: int = 0):
-    """Loss, perplexity and bits per byte over (x, y) batches, each token weighing the same.
+    """Loss, perplexity and bits per byte over batches of windows, each token weighing the same.
 
-    windows yields (x, y) of (b, T) int64 with y = -100 where nothing is to be predicted; token_bytes (vocab_size,) is
-    the length of each id's text.  boundary_id: mask attention at documents, as trained.  ranks: who shares the windows.
+    windows yields (x, y, docs) as data.iterate_windows does, (b, T) int64 with y = -100 where nothing is to be
+    predicted; token_bytes (vocab_size,) is the length of each id's text.  doc_mask: attention stays inside a document,
+    as trained.  ranks: who shares the windows.
     Batches smaller than `rows`, or than the ones before, are filled up with ignored rows, so that a compiled model
     meets one shape.  Returns {"loss", "ppl", "bpb", "tokens", "bytes"}.
     """
@@ -42,15 +42,12 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, bounda
     was_training = model.training
     model.eval()
     try:
-        for x, y in windows:
-            x, y = x.to(device), y.to(device)
-            rows = max(rows, len(x))
-            if len(x) < rows:
-                x = F.pad(x, (0, 0, 0, rows - len(x)), value=0 if boundary_id is None else boundary_id)
-                y = F.pad(y, (0, 0, 0, rows - len(y)), value=-100)
-            docs = None if boundary_id is None else document_ids(x, boundary_id)
+        for window in windows:
+            rows = max(rows, len(window[0]))
+            x, y, docs = (F.pad(part.to(device), (0, 0, 0, rows - len(part)), value=filling)
+                          for part, filling in zip(window, (0, -100, 0), strict=True))
             with autocast(device, dtype):
-                nats = model(x, y, docs=docs, reduction="none")  # (b*T,), 0 where ignored
+                nats = model(x, y, docs=docs if doc_mask else None, reduction="none")  # (b*T,), 0 where ignored
             valid = y != -100
             totals += torch.stack([t.to(exact).double().sum() for t in (
                 nats, valid, token_bytes[y.clamp(min=0)] * valid)])

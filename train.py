@@ -203,8 +203,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             f"document, {train_data.empty_share:.2%} of slots are empty")
 
     # 8. loop --------------------------------------------------------------------------------------------------------
-    batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, batch_seqs=batch_seqs,
-                      rank=ranks.dp_rank, world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
+    batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, rank=ranks.dp_rank,
+                      world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
     at_exit.callback(batches.close)
     first_step, saved_step = state["step"], state["step"] if resuming else None
 
@@ -241,8 +241,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=max(cfg.eval_tokens // cfg.seq_len, 1),
                                   rank=ranks.dp_rank, world_size=ranks.dp_size)
         return evaluate(whole(model, cfg.compile), stop.cut_short(windows), token_bytes, device=device, dtype=dtype,
-                        ranks=ranks, rows=cfg.micro_batch_size,
-                        boundary_id=tokenizer.boundary_id if cfg.doc_mask else None)
+                        ranks=ranks, rows=cfg.micro_batch_size, doc_mask=cfg.doc_mask)
 
     def show_sample(model):
         with log.forgive("a sample"), autocast(device, dtype):

@@ -27,6 +27,11 @@ def tiny_config(**changes) -> ModelConfig:
                                  max_seq_len=32), **changes})
 
 
+def document_ids(x, boundary_id: int):
+    """The number of the document each token is in, counted per row; a boundary starts one.  (B, T) -> (B, T)"""
+    return (x == boundary_id).cumsum(dim=1)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A small data set; see runs.make_data."""

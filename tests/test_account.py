@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, tiny_config
+from conftest import ROOT, document_ids, tiny_config
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import account
 from config import TrainConfig, load
-from data import document_ids
 from model import GPT, KVCache, ModelConfig
 from optim import make_optimizers
 from parallel import Ranks, parallelize

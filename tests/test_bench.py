@@ -185,7 +185,7 @@ def test_step_is_what_train_does(tmp_path, monkeypatch, here):
     monkeypatch.setattr(runs.train, "keep_freed_memory", lambda: None)
     runs.train.run(model_cfg, cfg)
     monkeypatch.setattr(bench, "step_batches", lambda folder, model_cfg, cfg, device: bench.Batches(
-        bench.TokenData(data, "train", seq_len=32), seed=cfg.seed, micro_batch_size=2, batch_seqs=2))
+        bench.TokenData(data, "train", seq_len=32), seed=cfg.seed, micro_batch_size=2))
     row = bench.run_row(["step", *TINY, "--z_loss=0"], "ours")
     assert row["loss"] == pytest.approx(runs.log(tmp_path / "run")[0]["loss"], rel=1e-6)
     assert row["state_mib"] == pytest.approx(16 * num_params(model_cfg)["total"] / 2**20, abs=0.05)

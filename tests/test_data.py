@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import document_ids
 from test_model import GPT2
 from test_shards import FINGERPRINT, make_set, write_foreign
 
 import data as data_module
 import kernels
-from data import Batches, TokenData, best_fit, document_ids, iterate_windows
+from data import Batches, TokenData, best_fit, iterate_windows
 from shards import write_meta, write_shard
 
 
@@ -52,7 +53,7 @@ def test_no_window_spans_two_shards(tmp_path):
 
 def test_targets_are_inputs_shifted_by_one(folder):
     data = TokenData(folder, "train", seq_len=8)
-    x, y, _ = next(Batches(data, seed=0, micro_batch_size=4, batch_seqs=4))
+    x, y, _ = next(Batches(data, seed=0, micro_batch_size=4))
     assert x.shape == y.shape == (4, 8) and x.dtype == y.dtype == torch.int64
     assert x.is_contiguous() and y.is_contiguous()
     assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, x + 1)
@@ -70,8 +71,8 @@ def test_an_epoch_is_every_window_once_over_all_ranks_and_the_next_is_another_or
     data = TokenData(folder, "train", seq_len=8)
     n, epochs = data.n_windows, 3
     steps = -(-n * epochs // 6)
-    ranks = [take(data, steps * 3 // world_size, seed=5, micro_batch_size=2, batch_seqs=6, rank=rank,
-                  world_size=world_size) for rank in range(world_size)]
+    ranks = [take(data, steps * 3 // world_size, seed=5, micro_batch_size=2, rank=rank, world_size=world_size)
+             for rank in range(world_size)]
     stream = [start for micro in zip(*ranks, strict=True) for rows in micro for start in rows]
     everything = sorted(int(data.window(i)[0][0]) for i in range(n))
     orders = [stream[epoch * n:(epoch + 1) * n] for epoch in range(epochs)]
@@ -84,8 +85,8 @@ def test_a_step_is_the_same_set_for_every_world_size(folder):
 
     def steps(world_size, micro_batch_size):
         per_step = 24 // (world_size * micro_batch_size)
-        ranks = [take(data, 30 * per_step, seed=1, micro_batch_size=micro_batch_size, batch_seqs=24, rank=rank,
-                      world_size=world_size) for rank in range(world_size)]
+        ranks = [take(data, 30 * per_step, seed=1, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)
+                 for rank in range(world_size)]
         return [sorted(sum((sum(rank[step * per_step:(step + 1) * per_step], []) for rank in ranks), []))
                 for step in range(30)]
     alone = steps(1, 24)
@@ -98,7 +99,7 @@ def test_a_step_is_the_same_set_for_every_world_size(folder):
 def test_resuming_gives_the_batches_of_the_straight_run(folder, world_size):
     data = TokenData(folder, "train", seq_len=8)
     for rank in range(world_size):
-        common = dict(seed=3, micro_batch_size=2, batch_seqs=8, rank=rank, world_size=world_size)
+        common = dict(seed=3, micro_batch_size=2, rank=rank, world_size=world_size)
         per_step = 8 // (2 * world_size)
         straight = take(data, 80 * per_step, **common)  # 640 sequences: beyond two epochs
         pieces, done = [], 0
@@ -113,9 +114,9 @@ def test_resuming_gives_the_batches_of_the_straight_run(folder, world_size):
 
 def test_a_changed_world_size_goes_on_without_repeating_or_skipping(folder):
     data = TokenData(folder, "train", seq_len=8)
-    straight = sum(take(data, 30, seed=3, micro_batch_size=8, batch_seqs=8), [])
-    first = sum(take(data, 10, seed=3, micro_batch_size=8, batch_seqs=8), [])
-    ranks = [sum(take(data, 20, seed=3, micro_batch_size=4, batch_seqs=8, rank=r, world_size=2, start_seq=80), [])
+    straight = sum(take(data, 30, seed=3, micro_batch_size=8), [])
+    first = sum(take(data, 10, seed=3, micro_batch_size=8), [])
+    ranks = [sum(take(data, 20, seed=3, micro_batch_size=4, rank=r, world_size=2, start_seq=80), [])
              for r in (0, 1)]
     assert sorted(first + ranks[0] + ranks[1]) == sorted(straight)
 
@@ -130,18 +131,8 @@ def test_seeds_differ_and_the_stream_is_fixed_for_good(folder):
 
 def test_a_step_longer_than_an_epoch_goes_round(tmp_path):
     data = TokenData(make_set(tmp_path / "set", train=[17]), "train", seq_len=8)
-    rows = sum(take(data, 2, seed=0, micro_batch_size=7, batch_seqs=7), [])
+    rows = sum(take(data, 2, seed=0, micro_batch_size=7), [])
     assert sorted(rows) == [0] * 7 + [8] * 7
-
-
-@pytest.mark.parametrize("batch_seqs, world_size, micro, near", [
-    (10, 2, 4, "have 8 or 16: set --batch_tokens=64 or 128"), (3, 1, 4, "have 4: set --batch_tokens=32"),
-    (0, 1, 4, "have 4"), (12, 8, 1, "have 8 or 16"),
-])
-def test_a_step_that_does_not_divide_is_refused_with_the_nearest_that_do(folder, batch_seqs, world_size, micro, near):
-    data = TokenData(folder, "train", seq_len=8)
-    with pytest.raises(ValueError, match=rf"(?s){batch_seqs} sequences .*{world_size} rank.*of {micro}.*{near}"):
-        Batches(data, seed=0, micro_batch_size=micro, batch_seqs=batch_seqs, world_size=world_size)
 
 
 def test_shards_are_in_natural_order_whatever_the_listing(tmp_path, monkeypatch):
@@ -234,8 +225,8 @@ def test_packed_batches_are_the_same_for_all_ranks_and_after_a_stop(tmp_path):
 
     def rows(start, steps, world_size, micro):
         data, found = TokenData(folder, "train", seq_len=64, packing="best_fit"), []
-        ranks = [Batches(data, seed=5, micro_batch_size=micro, batch_seqs=16, rank=rank, world_size=world_size,
-                         start_seq=16 * start) for rank in range(world_size)]
+        ranks = [Batches(data, seed=5, micro_batch_size=micro, rank=rank, world_size=world_size, start_seq=16 * start)
+                 for rank in range(world_size)]
         for _ in range(steps):
             step = [next(rank) for _ in range(16 // micro // world_size) for rank in ranks]
             found.append(sorted(zip(*(torch.cat(part).tolist() for part in zip(*step, strict=True)), strict=True)))
@@ -266,7 +257,7 @@ def test_masked_windows_equal_separate_forwards(tmp_path, tiny, switches, compil
     model = tiny(vocab_size=600, max_seq_len=96, **switches)
     for block in kernels.use(model).blocks if compiled else ():
         block.compile(backend="eager")  # what is compiled takes the plain matmuls from 64 tokens on
-    x, _, docs = next(Batches(data, seed=0, micro_batch_size=data.n_windows, batch_seqs=data.n_windows))
+    x, _, docs = next(Batches(data, seed=0, micro_batch_size=data.n_windows))
     with torch.no_grad():
         together = model(x, docs=docs)
         for block in model.blocks:
@@ -285,7 +276,7 @@ def test_masked_windows_equal_separate_forwards(tmp_path, tiny, switches, compil
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_sees_each_window_once_in_order(folder, micro_batch_size, world_size):
     data = TokenData(folder, "train", seq_len=8)
-    ranks = [[start for x, y in iterate_windows(data, micro_batch_size, rank=rank, world_size=world_size)
+    ranks = [[start for x, _, _ in iterate_windows(data, micro_batch_size, rank=rank, world_size=world_size)
               for start in starts(x)] for rank in range(world_size)]
     assert all(rank == sorted(rank) for rank in ranks)
     assert sorted(sum(ranks, [])) == [int(data.window(i)[0][0]) for i in range(data.n_windows)]
@@ -293,22 +284,24 @@ def test_evaluation_sees_each_window_once_in_order(folder, micro_batch_size, wor
 
 def test_evaluation_of_some_windows_takes_the_same_spread_for_all(folder):
     data = TokenData(folder, "train", seq_len=8)
-    some = [start for x, _ in iterate_windows(data, 4, max_windows=10) for start in starts(x)]
+    some = [start for x, _, _ in iterate_windows(data, 4, max_windows=10) for start in starts(x)]
     assert len(set(some)) == 10 and some == sorted(some) and some[-1] > 1700
-    ranks = [start for r in (0, 1, 2) for x, _ in iterate_windows(data, 3, max_windows=10, rank=r, world_size=3)
+    ranks = [start for r in (0, 1, 2) for x, _, _ in iterate_windows(data, 3, max_windows=10, rank=r, world_size=3)
              for start in starts(x)]
     assert sorted(ranks) == some
-    assert sum(len(x) for x, _ in iterate_windows(data, 4, max_windows=10**6)) == data.n_windows
+    assert sum(len(x) for x, _, _ in iterate_windows(data, 4, max_windows=10**6)) == data.n_windows
     assert list(iterate_windows(TokenData(folder, "val", seq_len=99), 4, rank=1, world_size=2)) == []
 
 
 # ---- documents
 
 
-def test_document_ids_count_boundaries():
-    x = torch.tensor([[9, 1, 2, 9, 3, 9], [1, 2, 3, 4, 5, 6], [9, 9, 9, 1, 1, 9]])
-    assert document_ids(x, 9).tolist() == [[1, 1, 1, 2, 2, 3], [0] * 6, [1, 2, 3, 3, 3, 4]]
-    assert document_ids(x, 9).dtype == torch.int32
+def test_documents_begin_at_boundaries(data):
+    """For training and evaluation alike; the rest of a document cut off before the window is one more."""
+    data = TokenData(data, "train", seq_len=32)
+    for x, _, docs in (*iterate_windows(data, 5), next(Batches(data, seed=0, micro_batch_size=16))):
+        by_hand = document_ids(x, data.boundary_id)
+        assert torch.equal(docs, by_hand + 1 - by_hand[:, :1])
 
 
 # ---- the thread, and memory
@@ -316,7 +309,7 @@ def test_document_ids_count_boundaries():
 
 def test_an_error_in_the_thread_reaches_the_consumer_and_closing_is_clean(folder, monkeypatch):
     data, before = TokenData(folder, "train", seq_len=8), set(threading.enumerate())  # other tests' may still be there
-    batches = Batches(data, seed=0, micro_batch_size=1, batch_seqs=1)
+    batches = Batches(data, seed=0, micro_batch_size=1)
     next(batches)
     assert any(t.name.startswith("batches") for t in set(threading.enumerate()) - before)
     path = folder / "train_000002.bin"
@@ -331,7 +324,7 @@ def test_an_error_in_the_thread_reaches_the_consumer_and_closing_is_clean(folder
 def test_a_consumer_that_stops_early_leaves_no_thread(folder):
     data, before = TokenData(folder, "train", seq_len=8), set(threading.enumerate())
     for _ in range(3):
-        for _batch in Batches(data, seed=0, micro_batch_size=1, batch_seqs=1):
+        for _batch in Batches(data, seed=0, micro_batch_size=1):
             break
     gc.collect()
     for thread in [t for t in set(threading.enumerate()) - before if t.name.startswith("batches")]:
@@ -341,7 +334,7 @@ def test_a_consumer_that_stops_early_leaves_no_thread(folder):
 
 def test_an_open_prefetch_does_not_keep_the_program(folder):
     code = ("import sys; sys.path.insert(0, sys.argv[1]); from data import Batches, TokenData\n"
-            "b = Batches(TokenData(sys.argv[2], 'train', seq_len=8), seed=0, micro_batch_size=1, batch_seqs=1)\n"
+            "b = Batches(TokenData(sys.argv[2], 'train', seq_len=8), seed=0, micro_batch_size=1)\n"
             "next(b); print('done')")
     run = subprocess.run([sys.executable, "-c", code, str(Path(data_module.__file__).parent), str(folder)],
                          capture_output=True, text=True, timeout=60)
@@ -356,7 +349,7 @@ def test_memory_stays_flat_over_many_batches(tmp_path):
     del ids
     write_meta(folder, sources=[], fingerprint=FINGERPRINT, vocab_size=500, boundary_id=0,
                splits={"train": [{**entry, "documents": 1, "bytes": 1}]})
-    batches = Batches(TokenData(folder, "train", seq_len=2048), seed=0, micro_batch_size=16, batch_seqs=16)
+    batches = Batches(TokenData(folder, "train", seq_len=2048), seed=0, micro_batch_size=16)
     next(batches)
 
     def resident():

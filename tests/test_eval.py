@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_config
+from conftest import document_ids, tiny_config
 
 import checkpoint
 import embeddings
 import eval as evaluation
 from config import TrainConfig
-from data import Batches, TokenData, document_ids
+from data import Batches, TokenData
 from model import GPT
 from optim import make_optimizers
 from shards import ShardWriter, open_shard, write_meta
@@ -57,7 +57,7 @@ def made(tmp_path_factory):
     model = GPT(cfg)
     optimizers = make_optimizers(model, muon_lr=6e-3, adamw_lr=3e-3)
     data = TokenData(base / "data", "train", seq_len=SEQ_LEN)
-    batches = Batches(data, seed=0, micro_batch_size=16, batch_seqs=16)
+    batches = Batches(data, seed=0, micro_batch_size=16)
     for _ in range(train.max_steps):
         x, y, docs = next(batches)
         model(x, y, docs=docs).backward()

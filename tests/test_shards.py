@@ -248,7 +248,7 @@ def test_an_id_beyond_the_vocabulary_stops_the_run_with_file_and_place(tmp_path)
     data = TokenData(folder, "train", seq_len=8)
     message = r"train_000001\.bin has id 98 at token 48; the vocabulary has 98 ids"
     with pytest.raises(ValueError, match=message):
-        batches = Batches(data, seed=0, micro_batch_size=4, batch_seqs=4)
+        batches = Batches(data, seed=0, micro_batch_size=4)
         for _ in range(3):
             next(batches)
     with pytest.raises(ValueError, match=message):
@@ -261,7 +261,7 @@ def test_a_read_only_folder_serves_and_stays_untouched(folder):
         path.chmod(0o444)
     folder.chmod(0o555)
     try:
-        next(Batches(TokenData(folder, "train", seq_len=8), seed=0, micro_batch_size=2, batch_seqs=2))
+        next(Batches(TokenData(folder, "train", seq_len=8), seed=0, micro_batch_size=2))
         assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     finally:
         folder.chmod(0o755)

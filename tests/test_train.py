@@ -17,13 +17,14 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
+from conftest import document_ids
 from safetensors.torch import load_file
 from test_metrics import FakeWandb
 
 import checkpoint
 import train
 from config import TrainConfig, load, save_json
-from data import Batches, TokenData, document_ids
+from data import Batches, TokenData
 from metrics import evaluate
 from model import GPT, ModelConfig, flops_per_token
 from shards import open_shard, read_meta, write_meta, write_shard
@@ -72,7 +73,7 @@ def test_the_checkpoint_has_the_logged_loss(plain, data):
     assert state["progress"]["step"] == 12 and tokenizer.fingerprint == Tokenizer.load(data).fingerprint
     windows = train.iterate_windows(TokenData(data, "val", seq_len=32), 5, max_windows=1024 // 32)
     got = evaluate(model, windows, tokenizer.token_bytes(), device=torch.device("cpu"),
-                   boundary_id=tokenizer.boundary_id)
+                   doc_mask=True)
     last = runs.log(plain, key="val_loss")[-1]
     assert (got["loss"], got["bpb"]) == (pytest.approx(last["val_loss"], rel=1e-6),
                                          pytest.approx(last["val_bpb"], rel=1e-6))
@@ -149,7 +150,7 @@ def test_accumulation_does_not_matter(data, tmp_path, monkeypatch, masked):
            for b in (1, 2, 4, 8)]
     for lines in got[1:]:
         for key in ("loss", "grad_norm"):
-            assert [line[key] for line in lines] == pytest.approx([line[key] for line in got[0]], rel=2e-5)
+            assert [line[key] for line in lines] == pytest.approx([line[key] for line in got[0]], rel=1e-4)
     configs = runs.settings(data, tmp_path, grad_clip=0.1)
     train_data = TokenData(data, "train", seq_len=32)
     batch = torch.tensor([[*x, y[-1]] for x, y, _ in map(train_data.window, train_data.order(0, 1337)[:8])])
@@ -181,7 +182,7 @@ def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
     model_cfg, cfg = runs.settings(folder, tmp_path, **changes)
     torch.manual_seed(cfg.seed)
     packed = TokenData(folder, "train", seq_len=32, packing="best_fit")
-    x, y, docs = next(Batches(packed, seed=cfg.seed, micro_batch_size=32, batch_seqs=32))
+    x, y, docs = next(Batches(packed, seed=cfg.seed, micro_batch_size=32))
     logits = GPT(model_cfg)(x, docs=docs).flatten(0, 1)
     loss = F.cross_entropy(logits, y.flatten()) + cfg.z_loss * logits[y.flatten() != -100].logsumexp(-1).square().mean()
     assert lines[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
