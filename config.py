@@ -203,7 +203,8 @@ def _read(path: str, types_of) -> dict:
     """What a config file assigns; the names of settings always count, so `import *` brings another file's."""
     if not os.path.isfile(path):
         folder = Path(path if os.path.isdir(path) else os.path.dirname(path) or "configs")
-        there = ", ".join(sorted(map(str, folder.glob("*.py"))))
+        recipes = set(folder.glob("data_*.py"))  # settings of no model: prepare.py's
+        there = ", ".join(sorted(str(file) for file in folder.glob("*.py") if file not in recipes))
         raise ConfigError(f"config file {path} not found." + (f" There is: {there}." if there else ""))
     source = Path(path).read_bytes()
     try:

@@ -265,6 +265,11 @@ def settings_from_hf(config: dict, vocab_size: int) -> ModelConfig:
     if any(kind != "full_attention" for kind in said.get("layer_types") or ()):
         problems.append(f"layer_types has {sorted(set(said['layer_types']))}; attention here sees the whole context.")
     values = {ours: said.get(theirs) for ours, theirs in facts["keys"].items()}
+    for ours, theirs in facts["keys"].items():
+        kind = type(getattr(ModelConfig(), ours))
+        if values[ours] is not None and type(values[ours]) not in ((int, float) if kind is float else (kind,)):
+            problems.append(f"{theirs} is {values[ours]!r}; it must be of type {kind.__name__}.")
+            values[ours] = getattr(ModelConfig(), ours)  # to go on to the other problems with
     if name == "gpt2":
         values |= {"n_kv_heads": values["n_heads"], "bias": True, **facts["switches"]}
         if values["d_ff"] is None and values["d_model"]:

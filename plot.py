@@ -49,6 +49,9 @@ def last_lines(run: str, xs) -> tuple[dict, dict]:
 def main():
     args = parse(sys.argv[1:])
     with as_command("plot.py"):
+        if Path(args.out).is_dir():
+            raise ValueError(f"--out {args.out} is a folder.\n  Name a picture in it: --out "
+                             f"{Path(args.out) / 'plot.png'}")
         from metrics import draw
         xs = [args.x] if args.x else ["tokens", "seconds", "flops"]
         rows = [(run, *last_lines(run, xs)) for run in args.runs]

@@ -460,7 +460,9 @@ def summary(folder):
     if meta["not_remembered"]:
         lines.append(f"  {meta['not_remembered']:,} documents were too many to be remembered as possible duplicates")
     if "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:
-        lines.append("  val is short: with a larger --val_fraction its loss is steadier")
+        longest = max((shard["tokens"] for shard in meta["splits"]["val"]["shards"]), default=0)
+        lines.append(f"  val is short: seq_len can be {max(longest - 1, 0)} at most; with a larger --val_fraction "
+                     "it can be more, and the loss is steadier")
     return "\n".join(lines)
 
 

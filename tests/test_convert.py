@@ -285,6 +285,10 @@ def test_gpt2_with_and_without_prefix_and_old_buffers(tmp_path, words):
     ("smollm3", dict(no_rope_layers=[0, 1, 1]), "no_rope_layers"),
     ("gpt2", dict(activation_function="gelu"), "activation_function is 'gelu'"),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", dict(n_embd="48"), "n_embd is '48'; it must be of type int"),
+    ("llama", dict(hidden_size=32.5), "hidden_size is 32.5; it must be of type int"),
+    ("llama", dict(tie_word_embeddings=1), "tie_word_embeddings is 1; it must be of type bool"),
+    ("smollm3", dict(num_hidden_layers=[2]), "num_hidden_layers is [2]; it must be of type int"),
 ])
 def test_settings_without_a_place_here_are_refused_by_name(tmp_path, words, capsys, kind, changes, named):
     """Nothing that changes the function is dropped in silence."""

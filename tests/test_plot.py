@@ -79,7 +79,8 @@ def test_refusals(folders, monkeypatch, capsys):
     (folders / "old" / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n5\nnull\n')
     for argv, message in (([folders], "is no run folder"), ([folders / "empty"], "no losses yet"),
                           ([folders / "old"], "tokens and seconds and flops.*\n.*--x step"),
-                          ([folders / "a", "--out", folders / "x.what"], "what")):
+                          ([folders / "a", "--out", folders / "x.what"], "what"),
+                          ([folders / "a", "--out", folders], f"is a folder.\n.*--out {folders}/plot.png")):
         with pytest.raises(SystemExit) as stop:
             run(monkeypatch, *argv)
         error = capsys.readouterr().err

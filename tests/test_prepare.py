@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import prepare
 import writer
+from data import TokenData
 from tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(prepare.__file__).parent
@@ -196,6 +198,16 @@ def test_one_file_is_cut_into_train_and_val(tmp_path, vocabulary, capsys):
         assert train + val == text and train.endswith("\n")
         assert 0.7 * fraction < len(val) / len(text) <= fraction + 0.001
         assert "too few to share out" in capsys.readouterr().out and meta_of(out)["split_rule"] == "tail"
+
+
+def test_short_val(tmp_path, vocabulary, capsys):
+    """Too little held-out text for a window of the usual length: the longest possible one is said, and is possible."""
+    (tmp_path / "a.txt").write_text(prose(1, 3000))
+    run(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", vocabulary, "--val_fraction", 0.1)
+    seq_len = int(re.search(r"val is short: seq_len can be (\d+) at most", capsys.readouterr().out)[1])
+    assert TokenData(tmp_path / "out", "val", seq_len=seq_len).n_windows == 1
+    with pytest.raises(ValueError, match="val_fraction"):
+        TokenData(tmp_path / "out", "val", seq_len=seq_len + 1)
 
 
 def test_few_files(tmp_path, vocabulary):

@@ -178,7 +178,8 @@ def test_questions_that_cannot_be_scored_are_named(tmp_path, call, line, named):
     (["--tasks", "hellaswag"], "pip install"), (["--choices", "nowhere.jsonl"], "nowhere.jsonl"),
     (["--choices", "a", "--tasks", "b"], "not allowed with"), (["--limit", 3], "--limit belongs"),
     (["--choices", "a", "--seq_len", 8], "belong to the held-out loss"),
-    (["--tasks", "a", "--limit", 0], "--limit is 0")])
+    (["--tasks", "a", "--limit", 0], "--limit is 0"), (["--tasks", ""], "--tasks is empty; it needs names of tasks"),
+    (["--choices", ""], "--choices is empty; it needs a file")])
 def test_wrong_flags_end_with_a_message(call, monkeypatch, flags, named):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     code, out, err = call(*flags)
