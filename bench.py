@@ -61,6 +61,7 @@ except ModuleNotFoundError as error:
     from config import not_installed
     not_installed(error)
 
+import decode
 import peers
 from config import TrainConfig, as_command, load, to_dict
 from data import Batches, TokenData
@@ -516,10 +517,11 @@ def our_decoder(precision: str, model_cfg: ModelConfig, device, compile: bool):
     model = GPT(model_cfg).to(device, peers.PRECISIONS.get(precision, torch.bfloat16))
     if precision == "int8":
         quantize_int8(model)
+    decode.use(model)
 
-    def decode(prompts, n_new):
+    def first_row(prompts, n_new):
         return generate(model, prompts, max_new_tokens=n_new, compile=compile)[0]
-    return decode, sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    return first_row, sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def sample_row(args, device):
@@ -532,15 +534,17 @@ def sample_row(args, device):
     def timed(rows, n_prompt, n_new):
         prompts = rng.integers(0, model_cfg.vocab_size - 9, (rows, n_prompt)).tolist()
         start = time.perf_counter()
-        got = len(decode(prompts, n_new))
+        got = len(generated(prompts, n_new))
         firsts.append(time.perf_counter() - start)
         if got != n_new:
             raise ValueError(f"{got} tokens instead of {n_new}")
-        return statistics.median(seconds(lambda: decode(prompts, n_new), device, args.repeats))
+        return statistics.median(seconds(lambda: generated(prompts, n_new), device, args.repeats))
     with tempfile.TemporaryDirectory() as folder:
         before, (who, precision, *how) = reset_peak(device), args.row.split(" ")
-        decode, weight_bytes = (our_decoder(precision, model_cfg, device, cfg.compile and not how) if who == "ours" else
-                                peers.decoder(who, precision, model_cfg, device, Path(folder)))
+        if who == "ours":
+            generated, weight_bytes = our_decoder(precision, model_cfg, device, cfg.compile and not how)
+        else:
+            generated, weight_bytes = peers.decoder(who, precision, model_cfg, device, Path(folder))
         one, prefill = timed(1, args.prompt_tokens, args.new_tokens), timed(1, args.prefill_tokens, 1)
         rows = timed(args.batch, args.prompt_tokens, args.new_tokens) if who != "llama_cpp" else None  # one at a time
     flops = flops_per_token(model_cfg, args.prefill_tokens)["causal"] // 3  # forward

@@ -332,20 +332,6 @@ class RMSNorm(nn.Module):
         return (y * self.weight).to(x.dtype)
 
 
-def linear(x, weight, bias=None):
-    """F.linear.  Compiled, for a single token on a CPU, written as a sum of products: it reads the weights at the speed
-    of the memory, where matmul kernels, made for many rows, reach half of it."""
-    if x.numel() > x.shape[-1] or x.device.type != "cpu" or not torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    y = (weight.float() * x.reshape(-1).float()).sum(-1)
-    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
-
-
-class Linear(nn.Linear):
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
-
-
 class Int8Linear(nn.Module):
     """A linear of whole numbers: weights of 8 bits, one scale per row, rounded to nearest; activations as they come."""
 
@@ -447,10 +433,10 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.head_dim, self.dropout, self.kernel = cfg.head_dim, cfg.dropout, None  # kernels.py sets the last
-        self.wq = Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias)
-        self.wk = Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
-        self.wv = Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
-        self.wo = Linear(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
+        self.wq = nn.Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias)
+        self.wk = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.wv = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.wo = nn.Linear(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
@@ -486,9 +472,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.w_gate = Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias) if cfg.mlp == "swiglu" else None
-        self.w_up = Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias)
-        self.w_down = Linear(cfg.d_ff, cfg.d_model, bias=cfg.bias)
+        self.w_gate = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias) if cfg.mlp == "swiglu" else None
+        self.w_up = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias)
+        self.w_down = nn.Linear(cfg.d_ff, cfg.d_model, bias=cfg.bias)
 
     def forward(self, x):
         if self.w_gate is not None:
@@ -524,6 +510,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.norm = make_norm(cfg)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.d_model, cfg.padded_vocab_size, bias=False)
+        self.decoder = None  # decode.py sets it
         self.init_weights()
 
     def init_weights(self):
@@ -599,7 +586,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden):
         """hidden (..., C) -> (..., vocab_size) fp32, soft-capped, without the pad rows."""
-        logits = linear(hidden, self.head_weight[:self.cfg.vocab_size].to(hidden.dtype)).float()
+        logits = F.linear(hidden, self.head_weight[:self.cfg.vocab_size].to(hidden.dtype)).float()
         cap = self.cfg.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -666,6 +653,8 @@ def _decode_step(model: GPT, cache: KVCache, docs):
         block.compile(dynamic=False, options={"size_asserts": False})
     head = _compiled(GPT.logits)
 
+    cache.still()
+
     def step(ids):
         try:
             return head(model, model.hidden(ids, docs=docs, cache=cache)[:, -1])
@@ -707,8 +696,8 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
     do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
     and goes on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same.
-    compile: one compiled program for all tokens after the first; it costs seconds, the first time, and pays for
-    hundreds of tokens.
+    compile: one compiled program for all tokens after the first.  The first time it costs seconds, or, where decode.py
+    is attached, one.
     """
     limit = model.cfg.max_seq_len
     if max_new_tokens < 0:
@@ -749,8 +738,7 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
                     h = model.hidden(ids, docs=docs if docs is None else docs[:, :longest], cache=cache)[:, -1]
                     logits = model.logits(h)
                 if compile and use_cache and step + 1 < max_new_tokens:
-                    cache.still()
-                    decode = _decode_step(model, cache, docs)
+                    decode = (model.decoder or _decode_step)(model, cache, docs)
             elif compile:
                 logits = decode(chosen)
             else:

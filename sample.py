@@ -109,7 +109,7 @@ def parse(argv):
     p.add_argument("--no_stop", action="store_true", help="go on past the end of a document, up to max_new_tokens")
     p.add_argument("--ids", action="store_true", help="print the new token ids, a line per sample, instead of text")
     p.add_argument("--compile", action="store_true",
-                   help="compile the step from one token to the next: seconds at first, then twice as fast")
+                   help="compile the step from one token to the next: seconds at first, then several times as fast")
     p.add_argument("--quant", choices=["int8"],
                    help="weights of 8 bits in the blocks: half the memory; eval.py --quant says what it costs")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (auto)")
@@ -141,6 +141,9 @@ def main():
         if args.quant:
             from model import quantize_int8
             quantize_int8(model)
+        if args.compile:
+            import decode
+            decode.use(model)
         if prompt is not None:
             sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids)
             return

@@ -1,0 +1,141 @@
+"""Decoding on a CPU, as fast as its memory allows.  model.py does without it; `use(model)` attaches it.
+
+decode.cpp is one step of the whole model, for one token of each text, compiled in seconds the first time.  It reads the
+weights and writes the cache where they lie.  Since it says a second time what model.py says, its first logits are
+compared with model.py's: a model that it does not know is decoded without it.
+"""
+
+import ctypes
+import functools
+import math
+import struct
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+from model import Int8Linear, RMSNorm, _decode_step, rope_tables
+
+BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int8: 1}
+# of logits to model.py's, as the difference's share of their root mean square; bf16 alone makes 0.011 at 30 layers
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+
+@functools.cache
+def library():
+    """decode.cpp for this CPU, on PyTorch's threads.  Raises OSError where nothing compiles."""
+    from torch._inductor.codecache import CppCodeCache
+    cpu = f"// {dict(torch.cpu.get_capabilities())}\n"  # what it is compiled for: machines may share a cache
+    try:
+        made = CppCodeCache.load(cpu + Path(__file__).with_name("decode.cpp").read_text(encoding="utf-8"),
+                                 needs_vec_isa=False, extra_flags=("-ffp-contract=fast", "-ftree-loop-vectorize"))
+    except Exception as error:
+        raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
+                      "  Install a C++ compiler, or generate without compiling.") from error
+    made.step.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    made.step.restype = ctypes.c_int64
+    return made
+
+
+class Step:
+    """A function of ids (B, 1) to logits (B, vocab_size) fp32.  Raises TypeError on what decode.cpp cannot read."""
+
+    def __init__(self, model, cache, docs):
+        self.cache, self.keep = cache, []  # keep: what the addresses below belong to
+        cfg, (L, B, K, S, D) = model.cfg, cache.k.shape
+        C, H, F, V = cfg.d_model, cfg.n_heads, cfg.d_ff, cfg.vocab_size
+        layers = []
+        for i, block in enumerate(model.blocks):
+            attn, mlp = block.attn, block.mlp
+            layers += [*self.matrix(attn.wq, H * D, C), *self.matrix(attn.wk, K * D, C),
+                       *self.matrix(attn.wv, K * D, C), *self.matrix(attn.wo, C, H * D),
+                       *(self.matrix(mlp.w_gate, F, C) if cfg.mlp == "swiglu" else (0,) * 6),
+                       *self.matrix(mlp.w_up, F, C), *self.matrix(mlp.w_down, C, F),
+                       *self.norm(block.norm1, C), *self.norm(block.norm2, C),
+                       *(self.norm(part, D)[0] if cfg.qk_norm else 0 for part in (attn.q_norm, attn.k_norm)),
+                       cfg.pos == "rope" and (cfg.nope_every == 0 or (i + 1) % cfg.nope_every != 0)]
+        rows, table, head, positions = cfg.padded_vocab_size, model.embed.weight, model.head_weight, model.pos_embed
+        first = torch.zeros(B, dtype=torch.long) if docs is None else (docs != docs[:, -1:]).sum(1)
+        cos, sin = rope_tables(torch.arange(S), D, cfg.rope_theta)
+        parts = [
+            cfg.norm_eps, cfg.logit_softcap, math.sqrt(C) if cfg.embed_scale else 1, C, L, H, K, D, F, B, S,
+            torch.get_num_threads(), cfg.norm == "layernorm", BYTES[table.dtype], BYTES[cache.k.dtype],
+            self.address(table, rows, C),
+            positions and self.address(positions.weight, cfg.max_seq_len, C, dtype=table.dtype) or 0,
+            cache.k.data_ptr(), cache.v.data_ptr(), self.fp32(cos, S, D // 2), self.fp32(sin, S, D // 2),
+            self.address(first, B), *self.norm(model.norm, C), self.address(torch.tensor(layers), len(layers))]
+        parts += [self.address(head, rows, C), 0, 0, V, C, BYTES[head.dtype]]
+        self.model = struct.pack("3d29q", *parts, 0)
+        floats = library().step(self.model, None, None, 0)
+        self.model = struct.pack("3d29q", *parts, self.address(torch.zeros(floats), floats))
+        self.logits = torch.empty(B, V)
+
+    def address(self, tensor, *shape, dtype=None):
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not plain or tensor.shape != shape or tensor.dtype != (dtype or tensor.dtype):
+            raise TypeError
+        self.keep.append(tensor)
+        return tensor.data_ptr()
+
+    def fp32(self, tensor, *shape):
+        return 0 if tensor is None else self.address(tensor.detach().float().contiguous(), *shape)
+
+    def matrix(self, linear, rows: int, cols: int):
+        if type(linear) not in (nn.Linear, Int8Linear):
+            raise TypeError
+        return (self.address(linear.weight, rows, cols), self.fp32(getattr(linear, "scale", None), rows),
+                self.fp32(linear.bias, rows), rows, cols, BYTES[linear.weight.dtype])
+
+    def norm(self, part, size: int):
+        if type(part) not in (RMSNorm, nn.LayerNorm):
+            raise TypeError
+        return self.fp32(part.weight, size), self.fp32(getattr(part, "bias", None), size)
+
+    def __call__(self, ids):
+        ids = ids.contiguous()
+        library().step(self.model, ids.data_ptr(), self.logits.data_ptr(), self.cache.length)
+        self.cache.length += 1
+        return self.logits
+
+
+def use(model):
+    """Attach to a model.GPT that generate(..., compile=True) will use on a CPU; returns the model."""
+    model.decoder = functools.partial(decoder, {})
+    return model
+
+
+def decoder(known: dict, model, cache, docs):
+    """A Step, or model.py's own compiled step for what is not a Step's.  known: of weights at some addresses, whether
+    the step computes the model; where that is not known, the first token is computed twice."""
+    weights = tuple(p.data_ptr() for p in model.parameters())
+    step = None
+    if model.embed.weight.device.type == "cpu" and known.get(weights, True):
+        try:
+            step = Step(model, cache, docs)
+        except (AttributeError, KeyError, TypeError):  # parts that decode.cpp cannot read
+            pass
+    if step is None:
+        return _decode_step(model, cache, docs)
+    if weights in known:
+        return step
+
+    def compared(ids):
+        nonlocal step
+        if weights in known:
+            return step(ids)
+        got = step(ids)
+        cache.length -= 1
+        with torch.compiler.set_stance("force_eager"):
+            seen = docs if docs is None else docs[:, :cache.length + 1]
+            want = model.logits(model.hidden(ids, docs=seen, cache=cache)[:, -1])
+        low = torch.bfloat16 in (cache.k.dtype, model.embed.weight.dtype)
+        tolerance = TOLERANCE[torch.bfloat16 if low else torch.float32]
+        known[weights] = bool((got - want).norm() <= tolerance * want.norm())
+        if known[weights]:
+            return got
+        warnings.warn("decode.cpp does not compute what model.py computes: decoding goes on without it. Was the model "
+                      "changed? State the change in decode.cpp too, or leave decode.use(model) out.", stacklevel=3)
+        step = _decode_step(model, cache, docs)
+        return want
+    return compared
