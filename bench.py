@@ -63,7 +63,7 @@ except ModuleNotFoundError as error:
 
 import decode
 import peers
-from config import TrainConfig, as_command, load, to_dict
+from config import TrainConfig, as_command, load
 from data import Batches, TokenData
 from device import DTYPES, autocast, keep_freed_memory, machine, peak_flops, pick_device, pick_dtype
 from model import (
@@ -179,12 +179,13 @@ def run_row(command: list[str], row: str, timeout: float | None = None, cache: s
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def in_fresh_processes(args, device, rows: list[str], command=(), derive=lambda x: {}, **facts) -> list[dict]:
+def in_fresh_processes(args, device, rows: list[str], command=(), derive=lambda x: {}, cache: str | None = None,
+                       **facts) -> list[dict]:
     """The objects that rows print, with what derive(object) adds; with --json printed at once, together with facts.
     A row that fails is reported and left out."""
     results = []
     for row in rows:
-        result = run_row([*sys.argv[1:], *command], row)
+        result = run_row([*sys.argv[1:], *command], row, cache=cache)
         if "failed" in result:
             print(f"bench.py: row {row!r} failed: {result['failed']}", file=sys.stderr)
             continue
@@ -664,59 +665,53 @@ UNITS = {"seq_len": "token", "micro_batch_size": "token", "vocab_size": "id", "n
 
 
 def growth_row(args, device):
-    """The step's head alone, then the step, from which on freed memory is kept."""
+    """The head alone, then the step, from which on freed memory is kept.  The row is a setting, as in seq_len=256."""
+    setting, (axis, _, value), args.row = args.row, args.row.partition("="), "ours"
+    args.settings = [*GROWTH, *args.settings, f"--{setting}"]
     model_cfg, cfg = settings(args)
-    torch.compiler.set_stance("default" if cfg.compile else "force_eager")
     tokens, dtype = cfg.micro_batch_size * cfg.seq_len, pick_dtype(cfg.dtype, device)
-    head = head_row(argparse.Namespace(
-        row="ours", n_tokens=tokens, d_model=model_cfg.d_model, vocab=model_cfg.padded_vocab_size, repeats=1,
-        dtype=str(dtype).removeprefix("torch."), folder=None), device)
-    result = tokens * model_cfg.d_model * dtype.itemsize / 2**20  # the gradient, as long as the head's input
+    args.n_tokens, args.d_model, args.vocab = tokens, model_cfg.d_model, model_cfg.padded_vocab_size
+    args.dtype = str(dtype).removeprefix("torch.")
+    torch.compiler.set_stance("default" if cfg.compile else "force_eager")
+    head = head_row(args, device)["peak_mib"]
+    if head is not None:  # without its result: the gradient, as long as the head's input
+        head = round(head - tokens * model_cfg.d_model * dtype.itemsize / 2**20, 1)
     row = step_row(args, device)
-    return row | dict(tokens=tokens, us_per_token=row["seconds"] / tokens * 1e6,
-                      head_mib=None if head["peak_mib"] is None else round(head["peak_mib"] - result, 1))
+    return row | dict(row=setting, tokens=tokens, us_per_token=row["seconds"] / tokens * 1e6, head_mib=head,
+                      units=tokens if UNITS[axis] == "token" else int(value))
 
 
 def growth(args, device):
-    axes = dict(AXES)
+    axes, failed, (model_cfg, cfg) = dict(AXES), False, settings(args, *GROWTH)
     if args.axis:
         given = [axis.partition("=") for axis in args.axis]
         if unknown := [name for name, _, _ in given if name not in AXES]:
             raise ValueError(f"there is no axis {unknown[0]!r}. Choose from: {', '.join(AXES)}.")
-        axes = {name: tuple(map(int, values.split(","))) if values else AXES[name] for name, _, values in given}
-    start, failed = time.monotonic(), False
-    model_cfg, cfg = settings(args, *GROWTH)
-    base = {name: value for name, value in to_dict((model_cfg, cfg)).items() if name in AXES}
+        axes = {name: values.split(",") if values else AXES[name] for name, _, values in given}
+
+    def derive(x):
+        print(f"bench.py: {x['row']} done", file=sys.stderr)
+        return {}
+
+    def further(before, x, key, scale):
+        more = before and x["units"] - before["units"]
+        return (x[key] - before[key]) * scale / more if more and x[key] is not None else None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        measure = functools.cache(lambda *shape: run_row(  # the shape that all axes have in common is measured once
-            ["growth", f"--repeats={args.repeats}", f"--device={device}", *GROWTH, *args.settings,
-             *(f"--{name}={value}" for name, value in zip(base, shape, strict=True))], "ours", cache=cache))
         for axis, values in axes.items():
-            rows, unit = [], UNITS[axis]
-            for value in values:
-                x = dict(measure(*(base | {axis: value}).values()))
-                print(f"bench.py: {time.monotonic() - start:4.0f} s  {axis} {value}: {x.get('failed', 'done')}",
-                      file=sys.stderr)
-                if "failed" in x:
-                    failed = True
-                    continue
-                x |= dict(axis=axis, value=value, units=x["tokens"] if unit == "token" else value)
-                more = rows and x["units"] - rows[-1]["units"]
-                for key, of, scale in (("us_more", "seconds", 1e6), ("kib_more", "step_mib", 1024)):
-                    x[key] = (x[of] - rows[-1][of]) * scale / more if more and x[of] is not None else None
-                rows.append(x)
-                if args.json:
-                    print_json("growth", device, **x)
-            if rows and not args.json:
-                print_table(f"Our training step over {axis}, else d_model {model_cfg.d_model}, {model_cfg.n_layers} "
-                            f"layers, vocabulary {model_cfg.vocab_size}, {cfg.micro_batch_size} x {cfg.seq_len} tokens,"
-                            f" {cfg.optimizer}, {cfg.dtype}, median of {args.repeats}; peaks above weights and moments,"
-                            " the head's above its inputs and its result [tokens, d]; further: than the row above",
-                            device, [axis, "us a token", "x the first", f"us for each further {unit}", "peak MiB",
-                                     f"KiB for each further {unit}", "weights, gradients, moments", "head's peak MiB"],
-                            [[str(x["value"]), x["us_per_token"], x["us_per_token"] / rows[0]["us_per_token"],
-                              x["us_more"], x["step_mib"], x["kib_more"], x["state_mib"], x["head_mib"]] for x in rows])
-                print(flush=True)
+            results = in_fresh_processes(args, device, [f"{axis}={value}" for value in values], (), derive, cache)
+            failed |= len(results) < len(values)
+            if args.json or not results:
+                continue
+            print_table(f"Our training step over {axis}, else d_model {model_cfg.d_model}, {model_cfg.n_layers} layers,"
+                        f" vocabulary {model_cfg.vocab_size}, {cfg.micro_batch_size} x {cfg.seq_len} tokens, "
+                        f"{cfg.optimizer}, {cfg.dtype}, median of {args.repeats}; peaks above weights and moments, the "
+                        "head's above its inputs and its result [tokens, d]; further: than the row above", device,
+                        [axis, "us a token", "x the first", f"us for each further {UNITS[axis]}", "peak MiB",
+                         f"KiB for each further {UNITS[axis]}", "weights, gradients, moments", "head's peak MiB"],
+                        [[x["row"].partition("=")[2], x["us_per_token"], x["us_per_token"] / results[0]["us_per_token"],
+                          further(before, x, "seconds", 1e6), x["step_mib"], further(before, x, "step_mib", 1024),
+                          x["state_mib"], x["head_mib"]] for before, x in zip([None, *results], results, strict=False)])
+            print(flush=True)
     return failed
 
 

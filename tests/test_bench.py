@@ -239,21 +239,22 @@ def test_prepare(here):
 
 
 def test_growth(here, monkeypatch):
-    """A table per axis, each shape measured once; state grows with the depth, the head's peak not with the batch."""
+    """A table per axis; state grows with the depth, the head's peak not with the batch; beside each row what it costs
+    more than the one above."""
     monkeypatch.setitem(model.CHUNK_BYTES, "cpu", 1 << 20)
-    run_row, measured = bench.run_row, []
-    monkeypatch.setattr(bench, "run_row", lambda *args, **more: measured.append(args) or run_row(*args, **more))
-    code, out, err = here("growth", *TINY, "--vocab_size=4096", "--axis=micro_batch_size=2,8,64", "--axis=n_layers=1,2",
-                          "--json")
-    assert code == 0 and "micro_batch_size 64: done" in err and len(measured) == 4, err
-    _, few, many, shallow, deep = map(json.loads, out.splitlines())
+    tiny = [*TINY, "--vocab_size=4096", "--axis=micro_batch_size=8,64", "--axis=n_layers=1,2"]
+    code, out, err = here("growth", *tiny, "--json")
+    assert code == 0 and "micro_batch_size=64 done" in err, err
+    few, many, shallow, deep = rows = list(map(json.loads, out.splitlines()))
     assert (few["tokens"], many["tokens"]) == (256, 2048) and few["state_mib"] == many["state_mib"]
-    assert many["kib_more"] * (2048 - 256) / 1024 == pytest.approx(many["step_mib"] - few["step_mib"])
-    assert deep["us_more"] == pytest.approx(1e6 * (deep["seconds"] - shallow["seconds"])) and shallow["us_more"] is None
-    assert deep["state_mib"] > shallow["state_mib"] and (deep["axis"], deep["value"]) == ("n_layers", 2)
+    assert deep["state_mib"] > shallow["state_mib"] and deep["row"] == "n_layers=2"
     assert many["head_mib"] < few["head_mib"] + 8  # all of the logits would be 28 MiB more, and as much again
-    code, out, _ = here("growth", *TINY, "--axis=seq_len=16,32")
-    assert list(table(out)) == ["16", "32"] and table(out)["16"]["x the first"] == "1"
+    monkeypatch.setattr(bench, "in_fresh_processes", lambda *args: [rows.pop(0) for _ in args[2]])
+    monkeypatch.setitem(many, "seconds", few["seconds"] + 1)
+    monkeypatch.setitem(deep, "step_mib", shallow["step_mib"] + 3)
+    _, batch, layers = here("growth", *tiny)[1].split("Our training step")
+    assert table(batch)["64"]["us for each further token"] == f"{1e6 / 1792:.0f}"
+    assert table(layers)["2"]["KiB for each further layer"] == "3,072" and table(layers)["1"]["x the first"] == "1"
 
 
 def test_gpu_dry_run(here, monkeypatch):
