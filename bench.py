@@ -6,7 +6,7 @@
     python bench.py prepare                     encoding text, training a tokenizer
     python bench.py head                        the loss head, forward and backward
     python bench.py head --chunks               ours over chunk sizes: where default_chunk's byte budget comes from
-    python bench.py growth                      time and memory over context, batch, vocabulary, depth: five minutes
+    python bench.py growth                      time and memory over context, batch, vocabulary, depth: six minutes
     python bench.py gpu                         all of it that matters on one card, within eight minutes
 
 Each prints a table for the README, or with --json one object a line.
@@ -789,7 +789,6 @@ def main():
     common.add_argument("--json", action="store_true", help="one JSON object a line, one per row")
     common.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     common.add_argument("--repeats", type=int, help="timed calls per row, after one that is not (3; gpu: 10)")
-    common.add_argument("--rows", help="only these, separated by commas")
     common.add_argument("--row", help=argparse.SUPPRESS)  # measure this row here instead of starting processes
     common.add_argument("--folder", help=argparse.SUPPRESS)  # what rows share: the float64 results, a tokenizer
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -799,6 +798,8 @@ def main():
         sub = commands.add_parser(run.__name__, parents=[common], help=help_text, allow_abbrev=False, epilog=(
             None if run in (head, prepare) else "and every --key=value of train.py (python train.py --help)"))
         sub.set_defaults(run=run, measure=measure)
+        if run not in (growth, gpu):
+            sub.add_argument("--rows", help="only these, separated by commas")
         return sub.add_argument
     add(step, step_row, "one training step")
     flag = add(sample, sample_row, "greedy decoding")

@@ -292,7 +292,8 @@ def test_a_row_that_hangs():
     (["head", "--rows=nonsense"], "no row 'nonsense'"), (["head", "--device=cuda:99"], "cuda:99"),
     (["head", "--repeats=0"], "--repeats is 0"), (["head", "--device=nonsense"], "nonsense"),
     (["head", "--n_layers=3"], "--n_layers=3 is nothing"), (["step", "--n_layer=3"], "Did you mean n_layers"),
-    (["step", "--rows=theirs"], "no row 'theirs'"), (["growth", "--axis=width"], "no axis 'width'")])
+    (["step", "--rows=theirs"], "no row 'theirs'"), (["growth", "--axis=width"], "no axis 'width'"),
+    (["gpu", "--rows=ours"], "no setting 'rows'")])
 def test_user_errors(args, message, monkeypatch, capsys):
     """A wrong argument is one line on stderr and exit code 2."""
     monkeypatch.setattr(sys, "argv", ["bench.py", *args])
