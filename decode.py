@@ -20,6 +20,7 @@ from model import Int8Linear, RMSNorm, _decode_step, rope_tables
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int8: 1}
 # of logits to model.py's, as the difference's share of their root mean square; bf16 alone makes 0.011 at 30 layers
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+HUGE = 1 << 18  # bytes of a matrix, from which the page around it may become a huge one
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def library():
         raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
                       "  Install a C++ compiler, or generate without compiling.") from error
     made.step.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    made.step.restype = ctypes.c_int64
+    made.step.restype, made.huge_pages.argtypes = ctypes.c_int64, [ctypes.c_size_t, ctypes.c_size_t]
     return made
 
 
@@ -119,6 +120,10 @@ def decoder(known: dict, model, cache, docs):
         return _decode_step(model, cache, docs)
     if weights in known:
         return step
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.nbytes >= HUGE:
+            library().huge_pages(tensor.data_ptr(), tensor.nbytes)
 
     def compared(ids):
         nonlocal step
