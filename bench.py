@@ -66,6 +66,7 @@ import peers
 from config import TrainConfig, as_command, load
 from data import Batches, TokenData
 from device import DTYPES, autocast, keep_freed_memory, machine, peak_flops, pick_device, pick_dtype
+from kernels import chunk_arithmetic
 from model import (
     GPT,
     ModelConfig,
@@ -281,7 +282,8 @@ def head_rows(device) -> dict:
                                 ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy)):
         if device.type == "cuda" and peers.installed(package):
             rows[name] = call
-    return rows | {"ours": fused_linear_cross_entropy}
+    how = dict(arithmetic=chunk_arithmetic) if device.type == "cpu" else {}  # as in training
+    return rows | {"ours": functools.partial(fused_linear_cross_entropy, **how)}
 
 
 def head_inputs(args, device):

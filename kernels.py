@@ -1,125 +1,115 @@
-"""Attention for compiled training on CPUs, faster than PyTorch's.  model.py does without it; `use(model)` attaches it.
+"""A training step on a CPU, faster than PyTorch's: attention and the arithmetic of the loss head, for compiled models.
 
-Two ways, both with F.scaled_dot_product_attention as their plain twin: short contexts as two halves of plain matmuls,
-which the compiler fuses with their neighbours; long ones block by block, without ever keeping scores.
+model.py does without; `use(model)` attaches both.  What lies between the matmuls is kernels.cpp, compiled at first use
+with the C++ compiler that torch.compile needs too; the plain twins are F.scaled_dot_product_attention and
+model._chunk_arithmetic.
 """
 
+import ctypes
 import functools
-import math
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
-SHORT = 512  # tokens up to which halves are faster, measured
+from model import _chunk_arithmetic, fused_linear_cross_entropy, is_compilers
+
+DTYPES = (torch.bfloat16, torch.float32)  # what kernels.cpp reads
 
 
 def use(model):
-    """Attach to each block of a model.GPT that will be compiled for a CPU; returns the model."""
+    """Attach to a model.GPT that will be compiled for a CPU; returns the model, as it was where nothing compiles."""
+    try:
+        _library()
+    except Exception as error:  # compiling the blocks will fail too, and say so
+        if not is_compilers(error):
+            raise
+        return model
     for block in model.blocks:
         block.attn.kernel = attention
+    if model.cross_entropy is fused_linear_cross_entropy:  # tensor_parallel.py has its own
+        model.cross_entropy = functools.partial(fused_linear_cross_entropy, arithmetic=chunk_arithmetic)
     return model
 
 
 def attention(q, k, v, mask):
     """q (B, H, T, D), k, v (B, K, T, D), mask None (causal) or bool (B or 1, 1, T, T) -> (B, H, T, D)."""
-    return attend_in_halves(q, k, v, mask) if q.shape[2] <= SHORT else Attend.apply(q, k, v, mask)
-
-
-def attend_in_halves(q, k, v, mask):
-    """Causal attention as plain matmuls over two halves of the queries; the first ignores the second's keys.
-
-    q (B, H, T, D), k, v (B, K, T, D), mask None or bool (B, 1, T, T) -> (B, H, T, D).  On a CPU, compiled, at short
-    contexts, a training step is a quarter faster with this than with F.scaled_dot_product_attention, its plain twin:
-    query heads of one key head become rows of one matmul, and the softmax is fused around it.
-    """
-    B, H, T, D = q.shape
-    K = k.shape[1]
-    q = q.reshape(B * K, H // K, T, D)
-    k, v = k.reshape(B * K, T, D), v.reshape(B * K, T, D)
-    halves = []
-    for start, end in ((0, T // 2), (T // 2, T)):
-        rows = q[:, :, start:end].reshape(B * K, -1, D)  # (B*K, H/K * t, D)
-        scores = torch.bmm(rows, k[:, :end].transpose(1, 2)).view(B, K, H // K, end - start, end)
-        positions = torch.arange(end, device=q.device)
-        seen = positions <= positions[start:, None] if mask is None else mask[:, :, None, start:end, :end]
-        scores = torch.where(seen, scores.float() / math.sqrt(D), -torch.inf)
-        weights = scores.softmax(-1).to(v.dtype).view(B * K, -1, end)
-        halves.append(torch.bmm(weights, v[:, :end]).view(B * K, H // K, end - start, D))
-    return torch.cat(halves, dim=2).view(B, H, T, D)
-
-
-ATTEND_ROWS = 128  # queries per head in one block of scores: few enough to skip most future keys, measured
-
-
-def _softmax_block(scores, mask, groups: int, scale: float):
-    """scores (n, groups * t, S) of t queries to S keys, the last of which is the last query's own, become exp(scaled
-    score - largest) in place; -> their sum and log-sum-exp, (n, groups, t, 1) fp32.  mask (b, t, S) bool or None."""
-    n, rows, S = scores.shape
-    t = rows // groups
-    x = _seen(scores.view(n, groups, t, S).float() * scale, mask, -torch.inf)
-    top = x.amax(dim=-1, keepdim=True)
-    weights = torch.exp(x - top)
-    total = weights.sum(dim=-1, keepdim=True)
-    scores.copy_(weights.view(n, rows, S))
-    return total, top + total.log()
-
-
-def _softmax_block_backward(scores, grads, mask, lse, delta, groups: int, scale: float):
-    """scores and the gradients of the weights (n, groups * t, S) become, in place, weights and gradients of scores.
-    lse, delta (n, groups, t, 1) fp32."""
-    n, rows, S = scores.shape
-    t = rows // groups
-    weights = _seen(torch.exp(scores.view(n, groups, t, S).float() * scale - lse), mask, 0.0)
-    grads.copy_((weights * (grads.view(n, groups, t, S).float() - delta) * scale).view(n, rows, S))
-    scores.copy_(weights.view(n, rows, S))
-
-
-def _seen(x, mask, otherwise: float):
-    """x (n, groups, t, S) where the query may see the key, `otherwise` elsewhere."""
-    n, groups, t, S = x.shape
-    if mask is None:
-        seen = torch.arange(S, device=x.device) <= torch.arange(S - t, S, device=x.device)[:, None]
-    else:
-        seen = mask[:, None].expand(-1, n // len(mask), -1, -1).reshape(n, 1, t, S)
-    return torch.where(seen, x, otherwise)
+    if q.dtype in DTYPES:
+        return Attend.apply(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                          enable_gqa=q.shape[1] != k.shape[1])
 
 
 @functools.cache
-def _compiled_blocks():
-    return torch.compile(_softmax_block, dynamic=True), torch.compile(_softmax_block_backward, dynamic=True)
+def _library():
+    """kernels.cpp as compiled by PyTorch's compiler of generated code: two seconds, once per machine."""
+    from torch._inductor.codecache import CppCodeCache
+    return CppCodeCache.load((Path(__file__).resolve().parent / "kernels.cpp").read_text(), needs_vec_isa=True)
+
+
+def _call(function: str, *args):
+    """A function of kernels.cpp: tensors by their address, ints as long, floats as float."""
+    kinds = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_int}
+    getattr(_library(), function)(*(
+        ctypes.c_void_p(None if x is None else x.data_ptr()) if x is None or torch.is_tensor(x) else kinds[type(x)](x)
+        for x in args))
+
+
+def _softmax(function: str, matrices, queries: int, mask, rows, scale: float):
+    """softmax_forward or _backward over a block of queries, in place.  matrices (n, groups * t, S) or (n, S, groups *
+    t), bf16 or fp32; mask bool (b, t, S) or (b, S, t), or None; rows (n, groups, T, 1) fp32, contiguous."""
+    n, groups, T, _ = rows[0].shape
+    mask = None if mask is None else mask.contiguous()
+    _call(function, *matrices, mask, *rows, n, groups, queries, matrices[0].numel() // (n * groups * queries), T,
+          1 if mask is None else n // len(mask), scale, matrices[0].dtype == torch.bfloat16)
+
+
+def chunk_arithmetic(logits, targets, factor, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
+                     grad: bool):
+    """model._chunk_arithmetic, its plain twin, in one pass over each row."""
+    if logits.dtype not in (torch.bfloat16, torch.float32):
+        return _chunk_arithmetic(logits, targets, factor, n_vocab, ignore_index, z_loss, softcap, grad)
+    loss = torch.empty(len(logits))
+    _call("cross_entropy_rows", logits, targets, factor, loss, *logits.shape, n_vocab, ignore_index, float(z_loss),
+          float(softcap), bool(grad), logits.dtype == torch.bfloat16)
+    return loss
+
+
+def _rows(T: int) -> int:
+    """Queries per head in one block of scores: few, to skip most future keys; many, to feed the matmuls (measured)."""
+    return min(256, -(-T // 2))
 
 
 def _blocks(T: int, mask):
     """(queries, keys, mask) of each block of queries: slices of positions, and what of the mask belongs to them."""
-    for start in reversed(range(0, T, ATTEND_ROWS)):  # the last first: a square one would be compiled by itself
-        end = min(start + ATTEND_ROWS, T)
+    for start in range(0, T, _rows(T)):
+        end = min(start + _rows(T), T)
         yield slice(start, end), slice(0, end), None if mask is None else mask[:, 0, start:end, :end]
 
 
 @torch.library.custom_op("stack100m::attend", mutates_args=())
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> tuple[
         torch.Tensor, torch.Tensor]:
-    """Causal attention for CPUs, as matmuls over blocks of queries: twice as fast, forward and backward, as
+    """Causal attention for CPUs, as matmuls over blocks of queries: faster, forward and backward, than
     F.scaled_dot_product_attention, its plain twin, and like it without keeping scores for the backward pass.
 
-    q (B, H, T, D), k, v (B, K, T, D), mask None or bool (B or 1, 1, T, T) -> (B, H, T, D), lse (B*K, H/K, T, 1) fp32.
-    The query heads of one key head are rows of one matmul, the softmax is one compiled pass over a block that is still
-    in the cache, keys after a block's last query are never multiplied.  An operator of its own, so that the compiler of
-    the block around it neither looks inside nor keeps scores.
+    q (B, H, T, D), k, v (B, K, T, D), bf16 or fp32, mask None or bool (B or 1, 1, T, T), true on the diagonal ->
+    (B, H, T, D), lse (B*K, H/K, T, 1) fp32.  The query heads of one key head are rows of one matmul, the softmax is one
+    pass over a block that is still in the cache, keys after a block's last query are never multiplied.  An operator of
+    its own, so that the compiler of the block around it neither looks inside nor keeps scores.
     """
     (B, H, T, D), K = q.shape, k.shape[1]
     n, groups = B * K, H // K
     out, lse = q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(n, groups, T, 1, dtype=torch.float32)
     q, by_key = q.reshape(B, K, groups, T, D), out.view(B, K, groups, T, D)
     k, v = k.reshape(n, T, D), v.reshape(n, T, D)
-    with torch.inference_mode():  # always the same kind of tensor, or the softmax would be compiled again for another
-        buffer = q.new_empty(n * groups * min(ATTEND_ROWS, T) * T)
-        for rows, keys, seen in _blocks(T, mask):
-            some = q[:, :, :, rows].reshape(n, -1, D)  # (n, groups * t, D)
-            scores = buffer[:some.shape[1] * n * keys.stop].view(n, -1, keys.stop)
-            torch.bmm(some, k[:, keys].transpose(1, 2), out=scores)
-            total, lse[:, :, rows] = _compiled_blocks()[0](scores, seen, groups, D**-0.5)
-            y = torch.bmm(scores, v[:, keys]).view(B, K, groups, -1, D)
-            torch.div(y, total.view(B, K, groups, -1, 1), out=by_key[:, :, :, rows])
+    buffer = q.new_empty(n * groups * _rows(T) * T)
+    for rows, keys, seen in _blocks(T, mask):
+        some = q[:, :, :, rows].reshape(n, -1, D)  # (n, groups * t, D)
+        weights = buffer[:some.shape[1] * n * keys.stop].view(n, -1, keys.stop)
+        torch.bmm(some, k[:, keys].transpose(1, 2), out=weights)
+        _softmax("softmax_forward", (weights,), rows.stop - rows.start, seen, (lse,), D**-0.5)
+        by_key[:, :, :, rows] = torch.bmm(weights, v[:, keys]).view(B, K, groups, -1, D)
     return out, lse
 
 
@@ -139,18 +129,18 @@ def attend_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
     q, grad, by_key = (x.reshape(B, K, groups, T, D) for x in (q, grad, dq))
     keys_of, values = k.reshape(n, T, D), v.reshape(n, T, D)
     dk, dv = (q.new_zeros(n, T, D, dtype=torch.float32) for _ in range(2))
-    with torch.inference_mode():
-        buffer = q.new_empty(2, n * groups * min(ATTEND_ROWS, T) * T)
-        for rows, keys, seen in _blocks(T, mask):
-            some, some_grad = q[:, :, :, rows].reshape(n, -1, D), grad[:, :, :, rows].reshape(n, -1, D)
-            weights, dscores = buffer[:, :some.shape[1] * n * keys.stop].view(2, n, -1, keys.stop)
-            torch.bmm(some, keys_of[:, keys].transpose(1, 2), out=weights)
-            torch.bmm(some_grad, values[:, keys].transpose(1, 2), out=dscores)
-            per_row = lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous()  # as slices: several programs
-            _compiled_blocks()[1](weights, dscores, seen, *per_row, groups, D**-0.5)
-            dv[:, keys] += torch.bmm(weights.transpose(1, 2), some_grad)
-            dk[:, keys] += torch.bmm(dscores.transpose(1, 2), some)
-            by_key[:, :, :, rows] = torch.bmm(dscores, keys_of[:, keys]).view(B, K, groups, -1, D)
+    buffer = q.new_empty(2, n * groups * _rows(T) * T)
+    for rows, keys, seen in _blocks(T, mask):
+        some, some_grad = q[:, :, :, rows].reshape(n, -1, D), grad[:, :, :, rows].reshape(n, -1, D)
+        # keys first: only the last of the five matmuls has to transpose a large matrix
+        weights, dscores = buffer[:, :some.shape[1] * n * keys.stop].view(2, n, keys.stop, -1)
+        torch.bmm(keys_of[:, keys], some.transpose(1, 2), out=weights)
+        torch.bmm(values[:, keys], some_grad.transpose(1, 2), out=dscores)
+        _softmax("softmax_backward", (weights, dscores), rows.stop - rows.start,
+                 None if seen is None else seen.transpose(1, 2), (lse, delta), D**-0.5)
+        dv[:, keys] += torch.bmm(weights, some_grad)
+        dk[:, keys] += torch.bmm(dscores, some)
+        by_key[:, :, :, rows] = torch.bmm(dscores.transpose(1, 2), keys_of[:, keys]).view(B, K, groups, -1, D)
     return dq, dk.view(B, K, T, D).to(k.dtype), dv.view(B, K, T, D).to(v.dtype)
 
 

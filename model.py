@@ -151,15 +151,17 @@ def _chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z
 def compile_or_not(function, random: bool = False):
     """torch.compile(function) for fixed shapes; the function itself, with one warning, where nothing compiles.
 
-    On a CPU cheap operations are done again in the backward pass: 2.72 s a step and 2.3 GB where keeping their results
-    took 2.85 s and 2.9 GB (Stack-100M, 2 x 1024 tokens, 2 cores).  GPUs, not measured, keep PyTorch's choice.  random:
-    dropout, which PyTorch (2.13) would do again too, with other random numbers.
+    On a CPU cheap operations are done again in the backward pass: 2.3 GB where keeping their results took 2.9 GB, and
+    no slower (Stack-100M, 2 x 1024 tokens, 2 cores); operators of ours, like attention, are not cheap and are kept.
+    GPUs, not measured, keep PyTorch's choice.  random: dropout, which PyTorch (2.13) would do again too, with other
+    random numbers.
     """
     fast = torch.compile(function, dynamic=False)
 
     def call(*args):
         try:
-            with torch._functorch.config.patch(aggressive_recomputation=not random and not torch.cuda.is_available()):
+            with torch._functorch.config.patch(aggressive_recomputation=not random and not torch.cuda.is_available(),
+                                               is_non_builtin_to_include=True):
                 return fast(*args)
         except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
             if not is_compilers(error):

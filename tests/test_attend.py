@@ -5,17 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from kernels import Attend, attend_in_halves
-from model import GPT, Int8Linear, KVCache, ModelConfig, generate, quantize_int8
+from kernels import Attend
+from model import GPT, Int8Linear, KVCache, ModelConfig, _chunk_arithmetic, generate, quantize_int8
+from parallel import Ranks, parallelize
 
 SHAPES = [(2, 8, 2, 300, 16), (1, 4, 4, 129, 8), (3, 6, 3, 64, 16), (2, 4, 1, 100, 24)]  # B H K T D
-
-
-@pytest.fixture(autouse=True)
-def eager_softmax(monkeypatch):
-    """The softmax of a block uncompiled: what is compiled is the same function, as test_compiled_block shows."""
-    monkeypatch.setattr(kernels, "_compiled_blocks",
-                        lambda: (kernels._softmax_block, kernels._softmax_block_backward))
 
 
 def documents(B, T):
@@ -31,13 +25,12 @@ def tensors(B, H, K, T, D, dtype=torch.float32):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("attend", [Attend.apply, attend_in_halves])
-def test_equals_sdpa(shape, masked, attend):
+def test_equals_sdpa(shape, masked):
     """Values and gradients are those of F.scaled_dot_product_attention: grouped heads, ragged last block, masks."""
     (q, k, v), grad = tensors(*shape)
     mask = documents(shape[0], shape[3]) if masked else None
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
-    got = attend(q, k, v, mask)
+    got = Attend.apply(q, k, v, mask)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     for a, b in zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(want, (q, k, v), grad), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
@@ -66,25 +59,54 @@ def test_keeps_no_scores():
     assert 0 < max(held) <= q.numel()
 
 
-def test_compiled_block(monkeypatch):
-    """Compiled blocks go this way (long context) and give the eager model's loss and gradients."""
-    monkeypatch.undo()
+def test_compiled_blocks():
+    """Compiled models go this way, give the eager model's gradients, and attention is not done again for the backward
+    pass, as cheap operations are."""
     cfg = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64,
-                      max_seq_len=640)
+                      max_seq_len=96)
     torch.manual_seed(0)
-    model, ids = GPT(cfg), torch.randint(0, 64, (2, 640))
+    model, ids = GPT(cfg), torch.randint(0, 64, (2, 96))
     model(ids, ids).backward()
     want = [p.grad.clone() for p in model.parameters()]
-    calls = []
-    attend = kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda *args: calls.append(1) or attend(*args))
     model.zero_grad()
-    for block in kernels.use(model).blocks:
-        block.compile(dynamic=False)
-    model(ids, ids).backward()
-    assert calls  # traced through it
+    compiled = parallelize(model, Ranks(), torch.device("cpu"), compile=True)
+    compiled(ids, ids).backward()  # compiles
+    model.zero_grad()
+    with torch.profiler.profile() as profile:
+        compiled(ids, ids).backward()
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["stack100m::attend"] == calls["stack100m::attend_backward"] == cfg.n_layers
     for p, g in zip(model.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, g, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("grad", [True, False])
+def test_loss_arithmetic(dtype, z_loss, softcap, grad):
+    """Losses and the gradients that overwrite the logits are model.py's: z-loss, soft-cap, ignored targets, padding."""
+    logits, targets = (3 * torch.randn(9, 131)).to(dtype), torch.randint(0, 127, (9,))
+    targets[4], logits[5] = -100, logits[5] * 20  # one ignored, one sure of itself
+    args = targets, torch.rand(9) + 0.5, 127, -100, z_loss, softcap, grad
+    want, got = logits.clone(), logits.clone()
+    torch.testing.assert_close(kernels.chunk_arithmetic(got, *args), _chunk_arithmetic(want, *args), atol=1e-5,
+                               rtol=1e-5)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 2**-7)
+
+
+def test_damage_is_seen():
+    """NaN and infinity come out as NaN: a broken step must be noticed."""
+    for bad in (torch.nan, torch.inf):
+        (q, k, v), _ = tensors(1, 2, 2, 64, 8)
+        with torch.no_grad():
+            k[0, 0, 3, 2] = bad
+        assert Attend.apply(q, k, v, None).isnan().any()
+        logits = torch.randn(3, 64)
+        logits[1, 5] = bad
+        loss = kernels.chunk_arithmetic(logits, torch.zeros(3, dtype=torch.long), torch.ones(3), 64, -100, 0.0, 0.0,
+                                        True)
+        assert loss.isnan().tolist() == [False, True, False] and logits[1].isnan().all()
 
 
 @pytest.mark.parametrize("options", [{}, dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False),
