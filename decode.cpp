@@ -105,7 +105,8 @@ template <int R, class T> static void dots(const T* w, int64_t cols, const float
     for (; k + STEP <= cols; k += STEP)
         for (int r = 0; r < R; r++) {
             __builtin_prefetch(next + (r * cols + k) * sizeof(T), 0, 2);
-            for (int j = 0; j < STEP; j += LANES) sums[r][j / LANES % 2] += load(w + r * cols + k + j) * load(x + k + j);
+            for (int j = 0; j < STEP; j += LANES)
+                sums[r][j / LANES % 2] += load(w + r * cols + k + j) * load(x + k + j);
         }
     for (int r = 0; r < R; r++) y[r] = total(sums[r][0] + sums[r][1]);
     for (; k < cols; k++)
@@ -135,7 +136,8 @@ static void unpack(const int8_t* w, int64_t n, bf16* to, const char* next) {
     }
 }
 // ROWS (or half of them) of bf16 times 16 texts: x (cols / 2, 16, 2) bf16 -> y (ROWS, 16).
-static void tile_rows(const bf16* w, int64_t cols, bool half, const uint32_t* x, float* y, const char* next, int64_t bytes) {
+static void tile_rows(const bf16* w, int64_t cols, bool half, const uint32_t* x, float* y, const char* next,
+                      int64_t bytes) {
     _tile_zero(0); _tile_zero(1);
     for (int64_t k = 0; k < cols; k += 32, next += bytes) {
         fetch(next, bytes);
@@ -169,8 +171,10 @@ template <int N> struct Worker {
     float *x, *qkv, *mixed, *inner;        // shared: (groups, channels, N)
     float *h, *weights, *scores, *block;   // its own
     uint32_t* packed;
+    float* end;
 
-    Worker(const Model& m, int t, int threads) : m(m), t(t), threads(threads), groups((m.B + N - 1) / N), S((m.S + LANES - 1) / LANES * LANES) {
+    Worker(const Model& m, int t, int threads) : m(m), t(t), threads(threads) {
+        groups = (m.B + N - 1) / N, S = (m.S + LANES - 1) / LANES * LANES;
         float* p = m.workspace;
         auto take = [&](int64_t n) { float* start = p; p += (n + 15) / 16 * 16; return start; };
         widest = m.C > m.H * m.D ? m.C : m.H * m.D;
@@ -184,7 +188,6 @@ template <int N> struct Worker {
         }
         end = p;
     }
-    float* end;
 
     bool tiled(const Matrix& a) {  // they round activations to bf16, as model.py does in bf16 and not in fp32
         return amx && N == 16 && a.kind < 4 && m.embed_kind == 2 && a.cols % 32 == 0;
@@ -204,15 +207,11 @@ template <int N> struct Worker {
                 const bf16* tile = (const bf16*)w;
                 if constexpr (sizeof(T) == 1) unpack(w, n * a.cols, (bf16*)weights, next), tile = (const bf16*)weights;
                 for (int64_t g = 0; g < groups; g++)
-                    tile_rows(tile, a.cols, n < ROWS, packed + g * a.cols / 2 * N, y + g * ROWS * N, next, g || sizeof(T) == 1 ? 0 : n * 64);
+                    tile_rows(tile, a.cols, n < ROWS, packed + g * a.cols / 2 * N, y + g * ROWS * N, next,
+                              g || sizeof(T) == 1 ? 0 : n * 64);
             } else {
-                const float* plain = (const float*)w;
-                if (sizeof(T) < 4) {
-                    int64_t i = 0;
-                    for (; i + LANES <= n * a.cols; i += LANES) put(weights + i, load(w + i));
-                    for (; i < n * a.cols; i++) weights[i] = wide(w[i]);
-                    plain = weights;
-                }
+                const float* plain = sizeof(T) == 4 ? (const float*)w : weights;
+                for (int64_t i = 0; i < (sizeof(T) == 4 ? 0 : n * a.cols); i++) weights[i] = wide(w[i]);
                 for (int64_t g = 0; g < groups; g++) {
                     int i = 0;
                     float *to = y + g * ROWS * N;
@@ -270,7 +269,8 @@ template <int N> struct Worker {
             float* out = h + g * m.C * N;
             Lane mean{};
             if (m.layernorm) mean = sum(m.C, [&](int64_t c) { return at(in, c); }) / float(m.C);
-            Lane scale = sum(m.C, [&](int64_t c) { Lane d = at(in, c) - mean; return d * d; }) / float(m.C) + float(m.eps);
+            Lane scale = sum(m.C, [&](int64_t c) { Lane d = at(in, c) - mean; return d * d; });
+            scale = scale / float(m.C) + float(m.eps);
             for (int j = 0; j < N; j++) ((float*)&scale)[j] = 1 / std::sqrt(((float*)&scale)[j]);
             #pragma omp simd
             for (int64_t c = 0; c < m.C; c++)
@@ -348,11 +348,12 @@ template <int N> struct Worker {
                 out(r, d) = y * sums[r];
             }
     }
-    // heads h..end of text b, which share key head k; the new key and value go into the cache
+    // all heads of text b that share key head k, four at a time; the new key and value go into the cache
     template <class T> APART void attend(int64_t l, int64_t b, int64_t k, int64_t length) {
         const Layer& a = m.layers[l];
         const float scale = 1 / std::sqrt(float(m.D));
-        const int64_t D = m.D, first = m.first[b], n = length + 1 - first, place = ((l * m.B + b) * m.K + k) * m.S + first;
+        const int64_t D = m.D, first = m.first[b], n = length + 1 - first;
+        const int64_t place = ((l * m.B + b) * m.K + k) * m.S + first;
         T *keys = (T*)m.keys + place * D, *values = (T*)m.values + place * D;
         head(b, (m.H + k) * D, a.k_norm, a.rotated, length, scores);
         for (int64_t d = 0; d < D; d++) narrow(scores[d], keys + (n - 1) * D + d);
@@ -370,12 +371,13 @@ template <int N> struct Worker {
         }
     }
     void attention(int64_t l, int64_t length) {
-        for (auto [i, end] = share(m.K * m.B, 1, t, threads); i < end; i++)  // by head, whose channels are rows of its own
+        for (auto [i, end] = share(m.K * m.B, 1, t, threads); i < end; i++)  // by key head: its channels are near
             m.cache_kind == 4 ? attend<float>(l, i % m.B, i / m.B, length) : attend<bf16>(l, i % m.B, i / m.B, length);
     }
     void step(const int64_t* ids, float* logits, int64_t length) {
         auto store = [&](float* to, int64_t channels, int64_t r, int n, const float* y) {
-            for (int64_t g = 0; g < groups; g++) memcpy(to + (g * channels + r) * N, y + g * ROWS * N, n * N * sizeof(float));
+            for (int64_t g = 0; g < groups; g++)
+                memcpy(to + (g * channels + r) * N, y + g * ROWS * N, n * N * sizeof(float));
         };
         auto add = [&](int64_t r, int n, const float* y) {
             for (int64_t g = 0; g < groups; g++)

@@ -58,7 +58,7 @@ class Step:
                        cfg.pos == "rope" and (cfg.nope_every == 0 or (i + 1) % cfg.nope_every != 0)]
         rows, table, head, positions = cfg.padded_vocab_size, model.embed.weight, model.head_weight, model.pos_embed
         first = torch.zeros(B, dtype=torch.long) if docs is None else (docs != docs[:, -1:]).sum(1)
-        cos, sin = rope_tables(torch.arange(S), D, cfg.rope_theta)
+        cos, sin = rope_tables(torch.arange(S), D, cfg.rope_theta) if cfg.pos == "rope" else (None, None)
         parts = [
             cfg.norm_eps, cfg.logit_softcap, math.sqrt(C) if cfg.embed_scale else 1, C, L, H, K, D, F, B, S,
             torch.get_num_threads(), cfg.norm == "layernorm", BYTES[table.dtype], BYTES[cache.k.dtype],
@@ -94,6 +94,7 @@ class Step:
         return self.fp32(part.weight, size), self.fp32(getattr(part, "bias", None), size)
 
     def __call__(self, ids):
+        self.cache.places(1)  # raises where there is none
         ids = ids.contiguous()
         library().step(self.model, ids.data_ptr(), self.logits.data_ptr(), self.cache.length)
         self.cache.length += 1

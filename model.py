@@ -654,7 +654,6 @@ def _decode_step(model: GPT, cache: KVCache, docs):
     for block in model.blocks:  # one program for all of them
         block.compile(dynamic=False, options={"size_asserts": False})
     head = _compiled(GPT.logits)
-
     cache.still()
 
     def step(ids):
@@ -698,8 +697,8 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
     do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
     and goes on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same.
-    compile: one compiled program for all tokens after the first.  The first time it costs seconds, or, where decode.py
-    is attached, one.
+    compile: one compiled program for all tokens after the first.  The first time it costs some ten seconds, or three
+    where decode.py is attached; it is kept for other processes.
     """
     limit = model.cfg.max_seq_len
     if max_new_tokens < 0:

@@ -16,6 +16,7 @@ SWITCHES = {
     "untied": dict(tie_embeddings=False, embed_scale=True, logit_softcap=2.0), "bias": dict(bias=True),
     "odd": dict(d_model=37, d_ff=53, n_heads=6, n_kv_heads=2, head_dim=10, vocab_size=299),
     "one-key-head": dict(n_heads=5, n_kv_heads=1, head_dim=72, n_layers=3), "mha": dict(n_kv_heads=4, rope_theta=50.0),
+    "odd-head": {**GPT2, "head_dim": 9},
     "tiles": dict(d_model=128, head_dim=64, d_ff=352)}
 
 
@@ -78,9 +79,14 @@ def test_autocast():
 
 
 def test_fills_the_cache():
-    """Up to its last place; a step more would be refused by model.py, and is never asked for."""
+    """Up to its last place; a step more is refused."""
     got, want = both(lively(), 2, length=3, steps=29)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    model = lively()
+    cache = KVCache(model.cfg, 1, 8, "cpu", torch.float32)
+    cache.length = 8
+    with pytest.raises(ValueError, match="holds 8 tokens"):
+        decode.Step(model, cache, None)(torch.tensor([[1]]))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
