@@ -13,7 +13,7 @@
 #include <cstring>
 #include <omp.h>
 #include <type_traits>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
@@ -67,12 +67,16 @@ static V load(const float* p) { return get<V>(p); }
 #ifdef __AVX512F__  // what follows, in one instruction
 static V load(const bf16* p) { return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(get<__m256i>(p)), 16); }
 static V load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(get<__m128i>(p))); }
-#else
-template <class T, int n> using Vec = T __attribute__((vector_size(n * sizeof(T))));
-static V load(const bf16* p) { return (V)(__builtin_convertvector(get<Vec<bf16, LANES>>(p), U) << 16); }
+#elif defined(__AVX2__)
+static V load(const bf16* p) { return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(get<__m128i>(p)), 16); }
 static V load(const int8_t* p) {
-    return __builtin_convertvector(__builtin_convertvector(get<Vec<int8_t, LANES>>(p), I), V);
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+#else
+typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Quarters __attribute__((vector_size(LANES)));
+static V load(const bf16* p) { return (V)(__builtin_convertvector(get<Halves>(p), U) << 16); }
+static V load(const int8_t* p) { return __builtin_convertvector(__builtin_convertvector(get<Quarters>(p), I), V); }
 #endif
 template <class X> static X rounded(X bits) { return (bits + 0x7fff + (bits >> 16 & 1)) >> 16; }  // to nearest even
 static void narrow(float x, float* p) { *p = x; }
