@@ -10,11 +10,11 @@ import functools
 import math
 import struct
 import warnings
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 
+from device import compile_cpp
 from model import Int8Linear, RMSNorm, _decode_step, rope_tables
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int8: 1}
@@ -25,15 +25,7 @@ HUGE = 1 << 18  # bytes of a matrix, from which the page around it may become a 
 
 @functools.cache
 def library():
-    """decode.cpp for this CPU, on PyTorch's threads.  Raises OSError where nothing compiles."""
-    from torch._inductor.codecache import CppCodeCache
-    cpu = f"// {dict(torch.cpu.get_capabilities())}\n"  # what it is compiled for: machines may share a cache
-    try:
-        made = CppCodeCache.load(cpu + Path(__file__).with_name("decode.cpp").read_text(encoding="utf-8"),
-                                 needs_vec_isa=False, extra_flags=("-ffp-contract=fast", "-ftree-loop-vectorize"))
-    except Exception as error:
-        raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
-                      "  Install a C++ compiler, or generate without compiling.") from error
+    made = compile_cpp("decode")
     made.step.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     made.step.restype, made.huge_pages.argtypes = ctypes.c_int64, [ctypes.c_size_t, ctypes.c_size_t]
     return made
@@ -141,7 +133,7 @@ def decoder(known: dict, model, cache, docs):
         if known[weights]:
             return got
         warnings.warn("decode.cpp does not compute what model.py computes: decoding goes on without it. Was the model "
-                      "changed? State the change in decode.cpp too, or leave decode.use(model) out.", stacklevel=3)
+                      "changed? State the change in decode.cpp too, or leave decode.use(model) out.", stacklevel=4)
         step = _decode_step(model, cache, docs)
         return want
     return compared

@@ -1,4 +1,4 @@
-"""What the machine is and can do: device, number format, peak rate.
+"""What the machine is and can do: device, number format, peak rate, C++.
 
 The device is decided first, the format after it, so that `--device=cpu` on a machine with a GPU never inherits the
 GPU's format.  What cannot be known is None or refused, never guessed: a wrong peak gives a wrong MFU, which looks like
@@ -7,6 +7,7 @@ any other number.
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -84,6 +85,24 @@ def machine(device: torch.device) -> str:
 def autocast(device: torch.device, dtype: torch.dtype):
     """The context in which forward passes run."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+@functools.cache
+def compile_cpp(name: str) -> ctypes.CDLL:
+    """NAME.cpp beside this file, compiled for this CPU, on PyTorch's threads; seconds, then kept for other processes.
+    Raises OSError where nothing compiles."""
+    cpu = f"// {dict(torch.cpu.get_capabilities())}\n"  # what it is compiled for: machines may share a cache
+    try:
+        from torch._inductor.codecache import CppCodeCache
+        from torch._inductor.cpp_builder import is_gcc
+        flags = ["-ffp-contract=fast"]  # PyTorch's flags for generated code leave these off
+        if is_gcc():  # clang does so by itself, and does not know the flag
+            flags.append("-ftree-loop-vectorize")
+        return CppCodeCache.load(cpu + Path(__file__).with_name(f"{name}.cpp").read_text(encoding="utf-8"),
+                                 needs_vec_isa=False, extra_flags=flags)
+    except Exception as error:
+        raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
+                      "  Install a C++ compiler, or go without compiling.") from error
 
 
 def keep_freed_memory():

@@ -6,11 +6,8 @@
 // keys 0..S-t+i and, where there is a mask, of those the ones it allows; `share` key heads have the same mask.
 // Arithmetic is fp32; NaN and infinity come through, so that a broken step is seen.
 
-#if defined(__GNUC__) && !defined(__clang__)  // PyTorch's flags for generated code leave these off
-#pragma GCC optimize("tree-loop-vectorize", "fp-contract=fast")
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")
-#endif
 #endif
 
 #include <cmath>

@@ -7,12 +7,12 @@ model._chunk_arithmetic.
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from model import _chunk_arithmetic, fused_linear_cross_entropy, is_compilers
+from device import compile_cpp
+from model import _chunk_arithmetic, fused_linear_cross_entropy
 
 DTYPES = (torch.bfloat16, torch.float32)  # what kernels.cpp reads
 
@@ -20,10 +20,8 @@ DTYPES = (torch.bfloat16, torch.float32)  # what kernels.cpp reads
 def use(model):
     """Attach to a model.GPT that will be compiled for a CPU; returns the model, as it was where nothing compiles."""
     try:
-        _library()
-    except Exception as error:  # compiling the blocks will fail too, and say so
-        if not is_compilers(error):
-            raise
+        compile_cpp("kernels")
+    except OSError:  # compiling the blocks will fail too, and say so
         return model
     for block in model.blocks:
         block.attn.kernel = attention
@@ -40,17 +38,11 @@ def attention(q, k, v, mask):
                                           enable_gqa=q.shape[1] != k.shape[1])
 
 
-@functools.cache
-def _library():
-    """kernels.cpp as compiled by PyTorch's compiler of generated code: two seconds, once per machine."""
-    from torch._inductor.codecache import CppCodeCache
-    return CppCodeCache.load((Path(__file__).resolve().parent / "kernels.cpp").read_text(), needs_vec_isa=True)
-
-
 def _call(function: str, *args):
-    """A function of kernels.cpp: tensors by their address, ints as long, floats as float."""
+    """A function of kernels.cpp: contiguous tensors by their address, ints as long, floats as float."""
     kinds = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_int}
-    getattr(_library(), function)(*(
+    assert all(x.is_contiguous() for x in args if torch.is_tensor(x))
+    getattr(compile_cpp("kernels"), function)(*(
         ctypes.c_void_p(None if x is None else x.data_ptr()) if x is None or torch.is_tensor(x) else kinds[type(x)](x)
         for x in args))
 
@@ -67,11 +59,11 @@ def _softmax(function: str, matrices, queries: int, mask, rows, scale: float):
 def chunk_arithmetic(logits, targets, factor, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
                      grad: bool):
     """model._chunk_arithmetic, its plain twin, in one pass over each row."""
-    if logits.dtype not in (torch.bfloat16, torch.float32):
+    if logits.dtype not in DTYPES or targets.dtype != torch.int64:
         return _chunk_arithmetic(logits, targets, factor, n_vocab, ignore_index, z_loss, softcap, grad)
     loss = torch.empty(len(logits))
-    _call("cross_entropy_rows", logits, targets, factor, loss, *logits.shape, n_vocab, ignore_index, float(z_loss),
-          float(softcap), bool(grad), logits.dtype == torch.bfloat16)
+    _call("cross_entropy_rows", logits, targets.contiguous(), factor.contiguous(), loss, *logits.shape, n_vocab,
+          ignore_index, float(z_loss), float(softcap), bool(grad), logits.dtype == torch.bfloat16)
     return loss
 
 

@@ -284,9 +284,9 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
     hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls
     run in the autocast dtype if autocast is on, else in hidden's.  Both terms are averaged over the valid (not ignored)
     tokens; without any, "mean" is 0 with zero gradients (PyTorch gives NaN).  n_valid_vocab: columns from there on are
-    padding and take no part.  n_rows, arithmetic: tensor_parallel.py's, for a weight that is one rank's share of n_rows
-    rows.  Raises ValueError on a target outside the vocabulary; on an accelerator, where asking would stall the queue,
-    the loss becomes NaN instead.
+    padding and take no part.  n_rows: tensor_parallel.py's, for a weight that is one rank's share of n_rows rows.
+    arithmetic: its, or kernels.py's, instead of _chunk_arithmetic.  Raises ValueError on a target outside the
+    vocabulary; on an accelerator, where asking would stall the queue, the loss becomes NaN instead.
     """
     n_rows = n_rows or weight.shape[0]
     n_vocab = n_rows if n_valid_vocab is None else n_valid_vocab
@@ -499,7 +499,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids to loss or logits.  Linears are named wq wk wv wo w_gate w_up w_down; the table is `embed.weight`."""
 
-    cross_entropy = staticmethod(fused_linear_cross_entropy)  # tensor_parallel.py gives a model another
+    cross_entropy = staticmethod(fused_linear_cross_entropy)  # tensor_parallel.py and kernels.py set another
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

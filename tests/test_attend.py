@@ -18,9 +18,9 @@ def documents(B, T):
 
 
 def tensors(B, H, K, T, D, dtype=torch.float32):
-    """q, k, v as the blocks make them, (B, T, H, D) transposed, and a gradient."""
-    q, k, v = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, K, K))
-    return (q, k, v), torch.randn(B, H, T, D).to(dtype)
+    """q, k, v and a gradient as the blocks make them, (B, T, H, D) transposed."""
+    q, k, v, grad = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2) for n in (H, K, K, H))
+    return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), grad
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -86,7 +86,7 @@ def test_compiled_blocks():
 @pytest.mark.parametrize("grad", [True, False])
 def test_loss_arithmetic(dtype, z_loss, softcap, grad):
     """Losses and the gradients that overwrite the logits are model.py's: z-loss, soft-cap, ignored targets, padding."""
-    logits, targets = (3 * torch.randn(9, 131)).to(dtype), torch.randint(0, 127, (9,))
+    logits, targets = (3 * torch.randn(9, 131)).to(dtype), torch.randint(0, 127, (9, 2))[:, 0]
     targets[4], logits[5] = -100, logits[5] * 20  # one ignored, one sure of itself
     args = targets, torch.rand(9) + 0.5, 127, -100, z_loss, softcap, grad
     want, got = logits.clone(), logits.clone()

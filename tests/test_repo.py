@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"train", "sample", "prepare", "eval", "account", "convert", "bench", "plot"}
 PARTS = {  # what each part may import of ours; commands may import any part, nobody imports a command
     "model": set(), "tokenizer": set(), "shards": set(), "data": {"shards"}, "optim": set(), "config": set(),
-    "decode": {"model"}, "device": set(), "kernels": {"model"}, "parallel": {"kernels", "model", "tensor_parallel"},
+    "decode": {"device", "model"}, "device": set(), "kernels": {"device", "model"},
+    "parallel": {"kernels", "model", "tensor_parallel"},
     "checkpoint": {"model", "parallel", "tokenizer"},
     "metrics": {"config", "data", "device"},
     "sources": {"shards", "tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},

@@ -90,7 +90,7 @@ def test_same_seed_same_run(plain, data, tmp_path):
                             for i, seed in enumerate((1337, 1337, 1338)))
     assert first == second != other
     assert [a["loss"] == b["loss"] for a, b in zip(first, other, strict=True)] == [False] * 5
-    assert first == runs.log(plain, key="loss")[:5]  # evaluations, samples and saves between do not disturb: F64
+    assert first == runs.log(plain, key="loss")[:5]  # evaluations, samples and saves between do not disturb
 
 
 def test_deterministic(plain, data, tmp_path, monkeypatch):
@@ -230,7 +230,7 @@ def test_fp16_scaler(data, tmp_path, monkeypatch, capsys):
 
 
 def test_saved_before_the_last_evaluation(data, tmp_path, monkeypatch):
-    """With intervals longer than the run, and an evaluation that dies, the trained weights are on disk: F36."""
+    """With intervals longer than the run, and an evaluation that dies, the trained weights are on disk."""
     monkeypatch.setattr(train, "evaluate", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runs.run(data, tmp_path / "run", max_steps=3, eval_interval=1000, save_interval=1000)
@@ -440,7 +440,7 @@ def ascii_console():
 @pytest.mark.parametrize("off", ["log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
                                  "warmup_steps", "weight_decay", "z_loss", "decay_fraction", "seed", "keep"])
 def test_zero_is_off(data, tmp_path, off):
-    """0 switches off, and divides nothing: F05.  Only the last checkpoint is written whatever save_interval says."""
+    """0 switches off, and divides nothing.  Only the last checkpoint is written whatever save_interval says."""
     on = dict(log_interval=1, eval_interval=1, sample_interval=1, save_interval=1, max_steps=2, eval_tokens=64)
     out = runs.run(data, tmp_path / "run", **{**on, off: 0})
     kinds = {"log_interval": "loss", "eval_interval": "val_loss", "sample_interval": "sample"}
@@ -530,7 +530,7 @@ def without_compiler():
 
 
 def test_without_a_compiler(data, tmp_path):
-    """No C++ compiler: one warning, and the run trains plainly to its end, evaluation and samples included: F63."""
+    """No C++ compiler: one warning, and the run trains plainly to its end, evaluation and samples included."""
     configs = runs.settings(data, tmp_path / "run", compile=True, n_layers=3, eval_interval=3, sample_interval=3)
     process = runs.start(configs, tmp_path / "output", prepare=without_compiler,
                          env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
