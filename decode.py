@@ -1,7 +1,7 @@
 """Decoding on a CPU, as fast as its memory allows.  model.py does without it; `use(model)` attaches it.
 
 decode.cpp is one step of the whole model, for one token of each text, compiled in seconds the first time.  It reads the
-weights and writes the cache where they lie.  Since it says a second time what model.py says, its first logits are
+weights and writes the cache where they lie.  Since it says a second time what model.py says, some of its logits are
 compared with model.py's: a model that it does not know is decoded without it.
 """
 
@@ -100,40 +100,44 @@ def use(model):
 
 
 def decoder(known: dict, model, cache, docs):
-    """A Step, or model.py's own compiled step for what is not a Step's.  known: of weights at some addresses, whether
-    the step computes the model; where that is not known, the first token is computed twice."""
+    """A Step, or model.py's own compiled step for what is not a Step's.  known: of weights at some addresses, up to how
+    many tokens the step computes the model, or False.  One token is computed twice where that is not known, and again
+    wherever the context has doubled: a window, or other positions, show late."""
     weights = tuple(p.data_ptr() for p in model.parameters())
     step = None
-    if model.embed.weight.device.type == "cpu" and known.get(weights, True):
+    if model.embed.weight.device.type == "cpu" and known.get(weights) is not False:
         try:
             step = Step(model, cache, docs)
         except (AttributeError, KeyError, TypeError):  # parts that decode.cpp cannot read
             pass
     if step is None:
         return _decode_step(model, cache, docs)
-    if weights in known:
-        return step
-
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.nbytes >= HUGE:
-            library().huge_pages(tensor.data_ptr(), tensor.nbytes)
+    if weights not in known:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.nbytes >= HUGE:
+                library().huge_pages(tensor.data_ptr(), tensor.nbytes)
+    right_to = known.get(weights, 0)
 
     def compared(ids):
-        nonlocal step
-        if weights in known:
+        nonlocal step, right_to
+        if cache.length < 2 * right_to:
             return step(ids)
         got = step(ids)
         cache.length -= 1
         with torch.compiler.set_stance("force_eager"):
             seen = docs if docs is None else docs[:, :cache.length + 1]
             want = model.logits(model.hidden(ids, docs=seen, cache=cache)[:, -1])
+        if want.isnan().any():  # damaged weights, which sample_next speaks of
+            return want
         low = torch.bfloat16 in (cache.k.dtype, model.embed.weight.dtype)
-        tolerance = TOLERANCE[torch.bfloat16 if low else torch.float32]
-        known[weights] = bool((got - want).norm() <= tolerance * want.norm())
-        if known[weights]:
+        allowed = TOLERANCE[torch.bfloat16 if low else torch.float32] * want.norm()
+        if (got - want).norm() <= allowed < math.inf:  # infinite: a change that forbids ids
+            right_to = known[weights] = cache.length
             return got
-        warnings.warn("decode.cpp does not compute what model.py computes: decoding goes on without it. Was the model "
-                      "changed? State the change in decode.cpp too, or leave decode.use(model) out.", stacklevel=4)
+        right_to, known[weights] = math.inf, False
+        warnings.warn(f"decode.cpp does not compute what model.py computes, seen at token {cache.length}: decoding "
+                      "goes on without it. Was the model changed? State the change in decode.cpp too, or leave "
+                      "decode.use(model) out.", stacklevel=4)
         step = _decode_step(model, cache, docs)
         return want
     return compared

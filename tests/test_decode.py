@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_config
 
 import decode
@@ -151,6 +152,41 @@ def test_changed_model(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True) == plain
+
+
+def test_late_change(monkeypatch):
+    """A change that shows only in a longer context, here a window of 8 tokens, is noticed there."""
+    monkeypatch.setattr(decode, "_decode_step", plain_step)
+    model, attend = decode.use(lively()), F.scaled_dot_product_attention
+
+    def windowed(q, k, v, attn_mask, is_causal, **options):
+        ago = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
+        return attend(q, k, v, attn_mask=(ago >= 0) & (ago < 8), **options)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", windowed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, [[1, 2, 3]], max_new_tokens=4, compile=True)
+    plain = generate(model, [[1, 2, 3]], max_new_tokens=20)
+    with pytest.warns(UserWarning, match="seen at token 9"):
+        generate(model, [[1, 2, 3]], max_new_tokens=20, compile=True)
+    assert generate(model, [[1, 2, 3]], max_new_tokens=20, compile=True) == plain
+
+
+def test_infinite_logits(monkeypatch):
+    """A model that forbids ids is one that decode.cpp does not know; NaN is damage, and called so."""
+    monkeypatch.setattr(decode, "_decode_step", plain_step)
+    model = decode.use(lively())
+    plain = generate(model, [[1, 2, 3]], max_new_tokens=9)[0]
+    model.logits = lambda h: GPT.logits(model, h).index_fill(-1, torch.tensor(plain), -torch.inf)
+    with pytest.warns(UserWarning, match="does not compute what model.py computes"):
+        assert not set(generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True)[0]) & set(plain)
+    model = decode.use(lively())
+
+    def damage(row, token):
+        model.norm.weight.fill_(torch.nan)
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="weights are damaged"):
+        warnings.simplefilter("error")
+        generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True, on_token=damage)
 
 
 def plain_step(model, cache, docs):
