@@ -8,6 +8,7 @@ any other number.
 import contextlib
 import ctypes
 import functools
+import inspect
 import os
 import platform
 import re
@@ -91,15 +92,18 @@ def autocast(device: torch.device, dtype: torch.dtype):
 def compile_cpp(name: str) -> ctypes.CDLL:
     """NAME.cpp beside this file, compiled for this CPU, on PyTorch's threads; seconds, then kept for other processes.
     Raises OSError where nothing compiles."""
-    cpu = f"// {dict(torch.cpu.get_capabilities())}\n"  # what it is compiled for: machines may share a cache
     try:
         from torch._inductor.codecache import CppCodeCache
         from torch._inductor.cpp_builder import is_gcc
+        cpu = sorted(torch.cpu.get_capabilities().items())  # what it is compiled for: machines may share a cache
+        code = f"// {cpu}\n{Path(__file__).with_name(f'{name}.cpp').read_text(encoding='utf-8')}"
         flags = ["-ffp-contract=fast"]  # PyTorch's flags for generated code leave these off
         if is_gcc():  # clang does so by itself, and does not know the flag
             flags.append("-ftree-loop-vectorize")
-        return CppCodeCache.load(cpu + Path(__file__).with_name(f"{name}.cpp").read_text(encoding="utf-8"),
-                                 needs_vec_isa=False, extra_flags=flags)
+        options = {"extra_flags": flags}
+        if "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters:  # PyTorch 2.13, not 2.11
+            options["needs_vec_isa"] = False  # saves it seconds of trials for what only its own code uses
+        return CppCodeCache.load(code, **options)
     except Exception as error:
         raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
                       "  Install a C++ compiler, or go without compiling.") from error

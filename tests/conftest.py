@@ -1,6 +1,7 @@
 """Shared fixtures: the repository on the path, one thread (tests run side by side), tiny models."""
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def tiny_config(**changes) -> ModelConfig:
 def document_ids(x, boundary_id: int):
     """The number of the document each token is in, counted per row; a boundary starts one.  (B, T) -> (B, T)"""
     return (x == boundary_id).cumsum(dim=1)
+
+
+def resident() -> int:
+    """Bytes of memory in use now: the most ever, which other tests may have needed, would hide growth."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(scope="session")

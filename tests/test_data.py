@@ -1,7 +1,6 @@
 """Batches cover an epoch once, for any ranks, and resume exactly."""
 
 import gc
-import resource
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import document_ids
+from conftest import document_ids, resident
 from test_model import GPT2
 from test_shards import FINGERPRINT, make_set, write_foreign
 
@@ -351,9 +350,6 @@ def test_memory_stays_flat_over_many_batches(tmp_path):
                splits={"train": [{**entry, "documents": 1, "bytes": 1}]})
     batches = Batches(TokenData(folder, "train", seq_len=2048), seed=0, micro_batch_size=16)
     next(batches)
-
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     before = resident()
     for _ in range(2048):  # the whole file, once
         next(batches)
