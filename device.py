@@ -91,9 +91,13 @@ def autocast(device: torch.device, dtype: torch.dtype):
 @functools.cache
 def compile_cpp(name: str) -> ctypes.CDLL:
     """NAME.cpp beside this file, compiled for this CPU, on PyTorch's threads; seconds, then kept for other processes.
-    Raises OSError where nothing compiles."""
+    Raises OSError where nothing compiles; with an errno where the compiler's cache cannot be written."""
     try:
-        from torch._inductor.codecache import CppCodeCache
+        from torch._inductor.codecache import CppCodeCache  # makes the cache's folder
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, the folder for compiled code. Set TORCHINDUCTOR_CACHE_DIR to "
+                      "one that can be written", error.filename) from error
+    try:
         from torch._inductor.cpp_builder import is_gcc
         cpu = sorted(torch.cpu.get_capabilities().items())  # what it is compiled for: machines may share a cache
         code = f"// {cpu}\n{Path(__file__).with_name(f'{name}.cpp').read_text(encoding='utf-8')}"

@@ -21,9 +21,11 @@ def use(model):
     """Attach to a model.GPT that will be compiled for a CPU; returns the model, as it was where nothing compiles."""
     try:
         compile_cpp("kernels")
-    except OSError:  # compiling the blocks will fail too, and say so
-        return model
-    for block in model.blocks:
+    except OSError as error:
+        if error.errno:  # not the compiler, but its folder: compiling the blocks would fail in stranger words
+            raise
+        return model  # compiling the blocks will fail too, and say so
+    for block in model.blocks if model.cfg.qk_norm else ():  # large scores would lose too much as bf16
         block.attn.kernel = attention
     if model.cross_entropy is fused_linear_cross_entropy:  # tensor_parallel.py has its own
         model.cross_entropy = functools.partial(fused_linear_cross_entropy, arithmetic=chunk_arithmetic)

@@ -24,7 +24,7 @@ batch_tokens = 524288  # 32 x 2048 x 8
 max_steps = 38147  # ceil(20e9 / 524288)
 doc_mask = True  # no difference at the demo's 256 tokens; at 2048 most windows hold several documents
 
-# optimizer: Muon for the blocks' matrices, AdamW for the table and the gains.  What the demo's sweep (docs/lab-notes.md)
+# optimizer: Muon for the blocks' matrices, AdamW for the table and the gains. What the demo's sweep (docs/lab-notes.md)
 # says that a size does not change: the table needs a large rate (half of it cost more than anything else, twice as much
 # nothing), Muon's is flat from half to one and a half times the best, a separate head and no QK-norm are worse.
 optimizer = "muon"

@@ -1,5 +1,10 @@
 """The fast paths of attention and decoding on a CPU, and 8-bit weights, against their plain twins."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,6 +98,23 @@ def test_loss_arithmetic(dtype, z_loss, softcap, grad):
     torch.testing.assert_close(kernels.chunk_arithmetic(got, *args), _chunk_arithmetic(want, *args), atol=1e-5,
                                rtol=1e-5)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 2**-7)
+
+
+def test_only_with_qk_norm(tiny):
+    """Scores are kept as bf16, exact enough while they are small: without QK-norm attention stays PyTorch's."""
+    for qk_norm in (True, False):
+        model = kernels.use(tiny(qk_norm=qk_norm))
+        assert all((block.attn.kernel is not None) == qk_norm for block in model.blocks)
+
+
+def test_unwritable_cache(tmp_path):
+    """A folder for compiled code that cannot be made is named, with what to do, and is not taken for no compiler."""
+    (tmp_path / "file").write_text("")
+    program = "from model import *; import kernels; kernels.use(GPT(ModelConfig(n_layers=1, vocab_size=64)))"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "x")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment,
+                          cwd=Path(kernels.__file__).parent)
+    assert done.returncode and "TORCHINDUCTOR_CACHE_DIR" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_damage_is_seen():
