@@ -366,7 +366,7 @@ def _standing(folder: Path) -> Path | None:
 
 def _read(path, which, use):
     """use(folder, state), again if a save replaced the folder meanwhile (a sample drawn while the model trains)."""
-    for _ in range(20):
+    for _ in range(100):  # a small model may be saved every few milliseconds
         folder = find(path, which)
         before = _identity(folder)
         try:
