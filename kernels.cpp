@@ -111,9 +111,11 @@ static void backward(T* scores, T* grads, const uint8_t* mask, const float* lse,
         }
         memset(score, 0, first * sizeof(T));
         memset(grad, 0, first * sizeof(T));
-        const uint8_t* allowed = mask + (which / share * S + key) * t;
-        for (long i = first; mask && i < t; i++)
-            if (!allowed[i]) score[i] = grad[i] = 0;
+        if (mask) {
+            const uint8_t* allowed = mask + (which / share * S + key) * t;
+            for (long i = first; i < t; i++)
+                if (!allowed[i]) score[i] = grad[i] = 0;
+        }
     }
 }
 
