@@ -36,10 +36,11 @@ faults: $(READY)
 
 exchange: $(READY)
 	$(PY) -m pip install --quiet llama-cpp-python==0.3.36
-	$(PY) -m pytest tests/test_gguf.py -k llama_cpp
+	$(PY) -m pytest tests/exchange/test_gguf.py -k llama_cpp
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__ configs/__pycache__
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__
+	find bench configs stack tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "data/ and out/ are yours and stay."
 
 # One environment for everything; made again when requirements.txt changes.

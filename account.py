@@ -38,13 +38,14 @@ from dataclasses import dataclass, replace
 try:
     import torch
 except ModuleNotFoundError as error:
-    from config import not_installed
+    from stack.config import not_installed
     not_installed(error)
 
-from config import TrainConfig, as_command, load
-from device import DTYPES, PEAK_TFLOPS
-from model import INIT_STD, ModelConfig, default_chunk, flops_per_token, kv_cache_bytes_per_token, num_params
-from optim import NS_STEPS
+from model import INIT_STD, ModelConfig, default_chunk
+from stack.config import TrainConfig, as_command, load
+from stack.counts import flops_per_token, kv_cache_bytes_per_token, num_params
+from stack.device import DTYPES, PEAK_TFLOPS
+from stack.optim import NS_STEPS
 
 GPUS = {  # name in device.PEAK_TFLOPS: memory in GB, memory bandwidth in GB/s (NVIDIA data sheets; SXM for A100, H100)
     "A100": (80, 2039), "H100": (80, 3350), "H200": (141, 4800), "RTX 4090": (24, 1008),

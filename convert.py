@@ -43,17 +43,18 @@ from pathlib import Path
 try:
     import torch
 except ModuleNotFoundError as error:
-    from config import not_installed
+    from stack.config import not_installed
     not_installed(error)
 
-import checkpoint
-import hf
-from config import as_command
-from metrics import read_log
-from model import GPT, ModelConfig, num_params
-from optim import make_optimizers
-from shards import read_meta
-from tokenizer import PATTERN, Tokenizer
+from model import GPT, ModelConfig
+from stack.checkpoint import folder as checkpoint
+from stack.config import as_command
+from stack.counts import num_params
+from stack.data.shards import read_meta
+from stack.data.tokenizer import PATTERN, Tokenizer
+from stack.exchange import hf
+from stack.metrics import read_log
+from stack.optim import make_optimizers
 
 NOISE = 0.01  # of new rows, in standard deviations of the trained ones
 PRE = {PATTERN: "llama-bpe", hf.GPT2_PATTERN: "gpt-2", hf.DIGITS_PATTERN: "smollm",

@@ -18,7 +18,7 @@ import math
 import sys
 from pathlib import Path
 
-from config import as_command
+from stack.config import as_command
 
 
 def parse(argv):
@@ -79,9 +79,9 @@ def data_folder(args, trained: dict) -> Path:
 
 def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
     """The split, once shards and checkpoint are known to speak of the same tokens."""
-    from checkpoint import find
-    from data import TokenData
-    from shards import read_meta
+    from stack.checkpoint.folder import find
+    from stack.data.batches import TokenData
+    from stack.data.shards import read_meta
     meta = read_meta(folder)
     if meta["tokenizer"] not in ("", tokenizer.fingerprint):  # "": foreign shards, which do not say
         raise ValueError(
@@ -95,9 +95,9 @@ def held_out(args, model, tokenizer, trained: dict, seq_len: int, device) -> dic
     """Loss, perplexity and bits per byte over the split."""
     from tqdm import tqdm
 
-    from data import iterate_windows
-    from device import pick_dtype
-    from metrics import evaluate
+    from stack.data.batches import iterate_windows
+    from stack.device import pick_dtype
+    from stack.metrics import evaluate
     if seq_len > model.cfg.max_seq_len:
         raise ValueError(f"--seq_len is {seq_len}; {args.run} has a context of {model.cfg.max_seq_len}. Lower it.")
     data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer)
@@ -114,8 +114,8 @@ def held_out(args, model, tokenizer, trained: dict, seq_len: int, device) -> dic
 
 def answers(args, model, tokenizer, device) -> str:
     """What to print about a file of questions or lm_eval's tasks."""
-    import tasks
-    from device import pick_dtype
+    from stack.device import pick_dtype
+    from stack.evaluation import choices as tasks
     how = dict(device=device, dtype=pick_dtype(args.dtype, device), rows=args.micro_batch_size)
     if args.tasks:
         result = tasks.harness(model, tokenizer, args.tasks.split(","), limit=args.limit, **how)
@@ -127,7 +127,7 @@ def answers(args, model, tokenizer, device) -> str:
 
 def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> tuple[dict, dict]:
     """The embedding report; with the training shards at hand, counts and batches too."""
-    import embeddings
+    from stack.evaluation import embeddings
     try:
         folder = data_folder(args, trained)
     except FileNotFoundError as error:
@@ -145,7 +145,7 @@ def count_ids(data, max_tokens: float | None):
     import numpy as np
     from tqdm import tqdm
 
-    from shards import open_shard
+    from stack.data.shards import open_shard
     counts, left = np.zeros(data.vocab_size, np.int64), min(int(max_tokens or data.n_tokens), data.n_tokens)
     block = 1 << 24
     with tqdm(total=left, unit="tok", unit_scale=True, leave=False, disable=None, desc="counting") as bar:
@@ -175,14 +175,14 @@ def main():
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # tokens that the console lacks
     with as_command("eval.py"):
-        from checkpoint import load_model  # torch: seconds that --help need not wait for
-        from device import pick_device
+        from stack.checkpoint.folder import load_model  # torch: seconds that --help need not wait for
+        from stack.device import pick_device
         device = pick_device("cpu" if args.embeddings else args.device)
         model, tokenizer, state = load_model(args.run, device=device)
         trained = state["train"] or {}  # the settings of an imported model's training are not known
         seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
         if args.embeddings:
-            import embeddings
+            from stack.evaluation import embeddings
             result, arrays = know_table(args, model, tokenizer, trained, seq_len)
             run = Path(args.run)
             picture = (run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png"

@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from config import as_command, written_aside
+from stack.config import as_command, written_aside
 
 
 def parse(argv):
@@ -31,7 +31,7 @@ def parse(argv):
 
 def last_lines(run: str, xs) -> tuple[dict, dict]:
     """The last training and the last held-out line of a run's log.  FileNotFoundError or ValueError without them."""
-    from metrics import read_log
+    from stack.metrics import read_log
     path = Path(run) / "log.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found: {run} is no run folder.\n"
@@ -52,7 +52,7 @@ def main():
         if Path(args.out).is_dir():
             raise ValueError(f"--out {args.out} is a folder.\n  Name a picture in it: --out "
                              f"{Path(args.out) / 'plot.png'}")
-        from metrics import draw
+        from stack.metrics import draw
         xs = [args.x] if args.x else ["tokens", "seconds", "flops"]
         rows = [(run, *last_lines(run, xs)) for run in args.runs]
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)

@@ -49,11 +49,19 @@ from pathlib import Path
 try:
     import numpy as np
 except ModuleNotFoundError as error:
-    from config import not_installed
+    from stack.config import not_installed
     not_installed(error)
 
-from shards import fingerprint_data, open_shard, read_header, read_listed, read_meta, verify_shard, write_meta
-from sources import Reader, Source
+from stack.data.shards import (
+    fingerprint_data,
+    open_shard,
+    read_header,
+    read_listed,
+    read_meta,
+    verify_shard,
+    write_meta,
+)
+from stack.data.sources import Reader, Source
 
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
            "tokenizer_bytes", "seed")  # what decides the bytes of the shards, beside the sources
@@ -176,7 +184,7 @@ def read_recipe(path: str, known: set):
 
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
-    from writer import clean, fresh, locked, start
+    from stack.data.writer import clean, fresh, locked, start
     job.sources = [Source(**{"text_key": job.text_key, **source}) for source in job.recipe]
     command = {"sources": [source.identity for source in job.sources],
                "options": {key: value for key in OPTIONS if (value := getattr(job, key)) not in (None, "")}}
@@ -220,7 +228,7 @@ def make(job):
 
 def encode(job, tokenizer, state):
     """Read, encode and write, from `state` to the end of the sources or to a limit; `state` moves along."""
-    from writer import Output, next_source
+    from stack.data.writer import Output, next_source
     if state["ended"]:
         return
     output, records = Output(job, tokenizer, state), state["sources"]
@@ -264,7 +272,7 @@ def is_made(folder, command):
     """Whether the folder holds the finished work of this command. That of another one is refused."""
     if not (folder / "meta.json").exists():
         return False
-    from writer import check_same
+    from stack.data.writer import check_same
     meta = read_meta(folder)
     check_same(folder, meta.get("command", {}), command)
     for shard in (shard for split in meta["splits"].values() for shard in split["shards"]):
@@ -278,7 +286,7 @@ def is_made(folder, command):
 
 def get_tokenizer(job, state):
     """The one this run began with, if it is being continued; the one asked for; or one trained on the sources."""
-    from tokenizer import Tokenizer, train_tokenizer
+    from stack.data.tokenizer import Tokenizer, train_tokenizer
     if state["tokenizer"]:
         tokenizer = Tokenizer.load(job.folder)
         if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
@@ -304,9 +312,9 @@ def get_tokenizer(job, state):
 
 def load_tokenizer(name):
     """From a file, a data set, a checkpoint, a run, hf: and a Hugging Face folder; or one of tiktoken's."""
-    from tokenizer import Tokenizer
+    from stack.data.tokenizer import Tokenizer
     if str(name).startswith("hf:"):
-        from hf import tokenizer_from_hf
+        from stack.exchange.hf import tokenizer_from_hf
         return tokenizer_from_hf(name)
     if not os.path.exists(name) and "/" not in str(name) and not str(name).endswith(".json"):
         return Tokenizer.from_tiktoken(name)
@@ -320,7 +328,7 @@ def sample_texts(job, sample, without_val):
     Where the size of the text is known, pieces from all of it are picked; of a stream it is the beginning.  A mixture
     is sampled by its weights.  Validation documents and duplicates are left out.  `sample` says what it came to.
     """
-    from writer import next_source
+    from stack.data.writer import next_source
     within = min(job.max_bytes or UNKNOWN, (job.max_tokens or UNKNOWN) * MOST_BYTES_PER_TOKEN)
     sizes = [source.text_bytes() or UNKNOWN for source in job.sources]
     sizes = sizes if job.weights else [min(UNKNOWN, sum(sizes))] * len(sizes)
@@ -432,7 +440,7 @@ def left_out(sources):
 
 
 def summary(folder):
-    from writer import Mixture
+    from stack.data.writer import Mixture
     meta = read_meta(folder)
     lines = [f"{folder}: {meta['vocab_size']:,} ids, tokenizer {meta['tokenizer'][:12] or 'gpt2'}"]
     for name, split in meta["splits"].items():

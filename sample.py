@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from config import as_command
+from stack.config import as_command
 
 BATCH = 32  # samples generated side by side: bounds the memory of the KV cache
 
@@ -134,15 +134,15 @@ def main():
             stream.reconfigure(**how)
     with as_command("sample.py"):
         prompt = None if args.interactive else read_prompt(args.prompt, args.prompt_file)
-        from checkpoint import load_model  # torch: seconds that --help and a wrong flag need not wait for
-        from device import pick_device, pick_dtype
+        from stack.checkpoint.folder import load_model  # torch: seconds that --help and a wrong flag need not wait for
+        from stack.device import pick_device, pick_dtype
         device = pick_device(args.device)
         model, tokenizer, _ = load_model(args.run, device=device, dtype=pick_dtype(args.dtype, device))
         if args.quant:
             from model import quantize_int8
             quantize_int8(model)
         if args.compile:
-            import decode
+            from stack.cpu import decode
             decode.use(model)
         if prompt is not None:
             sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids)

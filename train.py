@@ -31,22 +31,32 @@ try:
     import torch
     from tqdm import tqdm
 except ModuleNotFoundError as error:
-    from config import not_installed
+    from stack.config import not_installed
     not_installed(error)
 
-import checkpoint
-import hf
-import parallel
-import tensor_parallel
-from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
-from data import Batches, TokenData, iterate_windows
-from device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
-from metrics import RunLog, evaluate, printable
-from model import GPT, ModelConfig, flops_per_token, generate, num_params
-from optim import lr_scale, make_optimizers
-from parallel import connect, disconnect, fill, local, parallelize, read_ranks, sync_gradients, total_norm, whole
-from report import write_report
-from tokenizer import Tokenizer
+from model import GPT, ModelConfig, generate
+from stack.checkpoint import folder as checkpoint
+from stack.config import ConfigError, TrainConfig, describe, load, save_json, to_dict
+from stack.counts import flops_per_token, num_params
+from stack.data.batches import Batches, TokenData, iterate_windows
+from stack.data.tokenizer import Tokenizer
+from stack.device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
+from stack.exchange import hf
+from stack.metrics import RunLog, evaluate, printable
+from stack.optim import lr_scale, make_optimizers
+from stack.parallel import parallel, tensor_parallel
+from stack.parallel.parallel import (
+    connect,
+    disconnect,
+    fill,
+    local,
+    parallelize,
+    read_ranks,
+    sync_gradients,
+    total_norm,
+    whole,
+)
+from stack.report import write_report
 
 
 class RunFailed(RuntimeError):

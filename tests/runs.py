@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from config import TrainConfig, save_json
-from metrics import read_log
 from model import ModelConfig
-from shards import write_meta, write_shard
-from tokenizer import train_tokenizer
+from stack.config import TrainConfig, save_json
+from stack.data.shards import write_meta, write_shard
+from stack.data.tokenizer import train_tokenizer
+from stack.metrics import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMINGS = {"seconds", "tok_per_s", "step_ms", "data_wait", "mfu"}

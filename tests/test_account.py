@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import account
-from config import TrainConfig, load
 from model import GPT, KVCache, ModelConfig
-from optim import make_optimizers
-from parallel import Ranks, parallelize
+from stack.config import TrainConfig, load
+from stack.optim import make_optimizers
+from stack.parallel.parallel import Ranks, parallelize
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py")
                  if not path.name.startswith("data_"))  # recipes of prepare.py

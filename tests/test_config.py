@@ -9,8 +9,8 @@ from typing import Literal
 
 import pytest
 
-from config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 from model import ModelConfig
+from stack.config import ConfigError, TrainConfig, describe, load, save_json, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,7 +118,7 @@ def test_file_then_flags_and_nothing_leaks(tmp_path):
     assert cfg == Run(out_dir="out/8", max_steps=16, lr=0.5, seed=3, compile=False)
     assert run("--lr=0.5", path).lr == 0.5  # flags win wherever the file stands
     assert run("--compile", path).compile is True  # a bare flag does not swallow the file's name
-    assert not hasattr(sys.modules["config"], "max_steps") and "_half" not in globals()
+    assert not hasattr(sys.modules["stack.config"], "max_steps") and "_half" not in globals()
 
 
 @pytest.mark.parametrize("text, says", [
@@ -187,7 +187,7 @@ def test_help_lists_every_setting(capsys):
 
 def test_help_into_a_closed_pipe():
     """`--help | head -1` ends quietly."""
-    code = "import config; config.load((config.TrainConfig,), ['--help'])"
+    code = "from stack import config; config.load((config.TrainConfig,), ['--help'])"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env={**os.environ, "PYTHONUNBUFFERED": ""})
     process.stdout.close()
@@ -202,7 +202,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from dataclasses import dataclass
 import torch
 start = time.perf_counter()
-from config import ConfigError, load
+from stack.config import ConfigError, load
 @dataclass
 class Run:
     batch_size: int = 1  # sequences

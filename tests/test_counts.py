@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import tiny_config
 
-from model import GPT, ModelConfig, flops_per_token, kv_cache_bytes_per_token, num_params
+from model import GPT, ModelConfig
+from stack.counts import flops_per_token, kv_cache_bytes_per_token, num_params
 
 GPT2 = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SWITCHES = [dict(zip(("pos", "norm", "mlp", "bias", "qk_norm", "tie_embeddings"), values, strict=True)) for values in

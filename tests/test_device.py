@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-import device as device_module
-from device import autocast, peak_flops, pick_device, pick_dtype
+from stack import device as device_module
+from stack.device import autocast, peak_flops, pick_device, pick_dtype
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 

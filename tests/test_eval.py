@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from conftest import document_ids, tiny_config
 
-import checkpoint
-import embeddings
 import eval as evaluation
-from config import TrainConfig
-from data import Batches, TokenData
 from model import GPT
-from optim import make_optimizers
-from shards import ShardWriter, open_shard, write_meta
-from tokenizer import train_tokenizer
+from stack.checkpoint import folder as checkpoint
+from stack.config import TrainConfig
+from stack.data.batches import Batches, TokenData
+from stack.data.shards import ShardWriter, open_shard, write_meta
+from stack.data.tokenizer import train_tokenizer
+from stack.evaluation import embeddings
+from stack.optim import make_optimizers
 
 WORDS = ("apple river stone naïve café over 😀 under bread water seven green house night paper sugar table train "
          "light uncle voice wheel young brick cloud dance eagle flame grape horse index jelly knife lemon").split()

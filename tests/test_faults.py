@@ -14,8 +14,8 @@ import pytest
 import runs
 import torch
 
-import checkpoint
 import train
+from stack.checkpoint import folder as checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resume

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from conftest import document_ids
 
-import metrics
-from metrics import RunLog, evaluate, read_log
+from stack import metrics
+from stack.metrics import RunLog, evaluate, read_log
 
 CPU = torch.device("cpu")
 BOUNDARY = 299

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_config
 
-import kernels
 from model import GPT, KVCache, rope_tables
+from stack.cpu import kernels
 
 GPT2 = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, n_kv_heads=4)
 SHAPES = {"default": {}, "gpt2": GPT2, "nope": dict(nope_every=2),

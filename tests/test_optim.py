@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-import optim
-from optim import Muon, lr_scale, make_optimizers
+from stack import optim
+from stack.optim import Muon, lr_scale, make_optimizers
 
 SHAPES = [(48, 32), (32, 48), (32, 32), (48, 32), (16, 32), (32, 32), (32, 48)]  # tall, wide, square; repeated
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from matplotlib.figure import Figure
 
-import metrics
 import plot
+from stack import metrics
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import prepare
-import writer
-from data import TokenData
-from tokenizer import Tokenizer, train_tokenizer
+from stack.data import writer
+from stack.data.batches import TokenData
+from stack.data.tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(prepare.__file__).parent
 WORDS = "the of and to in is was that for it with as his on be at by had are but from or have an they which one".split()

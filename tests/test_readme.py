@@ -30,7 +30,8 @@ def copy(tmp_path):
     """The top-level files and configs, so that nobody's data/ and out/ are touched."""
     for path in [*ROOT.glob("*.py"), ROOT / "Makefile"]:
         shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for folder in ("configs", "stack"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     return tmp_path
 
 
@@ -67,7 +68,8 @@ def test_measurements_say_how():
                 if re.search(r"^\|.*(seconds|MiB|tokens/s|tokens a second).*\n\|-", section, re.MULTILINE)]
     assert [section.split("\n")[0] for section in measured][:1] == ["What you get"] and len(measured) > 1
     for section in measured:
-        for pattern in (r"`python \w+\.py [^`]+`", r"\b20\d\d-\d\d-\d\d\b", r"\d cores|GPU|H[12]00", r"torch 2\.\d+"):
+        for pattern in (r"`python (\w+\.py|-m \w+)\s[^`]+`", r"\b20\d\d-\d\d-\d\d\b", r"\d cores|GPU|H[12]00",
+                        r"torch 2\.\d+"):
             assert re.search(pattern, section), f"{section[:40]}: no {pattern}"
     rows = re.findall(r"^\|.*\d \|$", measured[0], re.MULTILINE)
     assert len(rows) >= 2
@@ -78,6 +80,6 @@ def test_measurements_say_how():
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"^python (?:train|account)\.py .*$", README, re.MULTILINE))))
 def test_settings_in_the_readme_exist(line):
     """Each printed train.py and account.py command has a config that is there and settings that exist."""
-    from config import TrainConfig, load
     from model import ModelConfig
+    from stack.config import TrainConfig, load
     load((ModelConfig, TrainConfig), shlex.split(line, comments=True)[2:])

@@ -9,53 +9,82 @@ from pathlib import Path
 
 import pytest
 
-import config
 import model
+from stack import config
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = {"train", "sample", "prepare", "eval", "account", "convert", "bench", "plot"}
-PARTS = {  # what each part may import of ours; commands may import any part, nobody imports a command
-    "model": set(), "tokenizer": set(), "shards": set(), "data": {"shards"}, "optim": set(), "config": set(),
-    "decode": {"device", "model"}, "device": set(), "kernels": {"device", "model"},
-    "parallel": {"kernels", "model", "tensor_parallel"},
-    "checkpoint": {"model", "parallel", "tokenizer"},
-    "metrics": {"config", "data", "device"},
-    "sources": {"shards", "tokenizer"}, "writer": {"shards", "sources", "tokenizer"}, "hf": {"model", "tokenizer"},
-    "embeddings": {"config"}, "tensor_parallel": {"model"}, "tasks": {"hf", "device"},
-    "peers": {"checkpoint", "hf", "model", "tokenizer"},
-    "report": {"config", "device", "metrics", "model"},
+COMMANDS = {"train", "sample", "prepare", "eval", "account", "convert", "plot", "bench"}
+ROOMS = {  # whose files each folder of stack/ may import besides its own and those that stand in stack/ itself
+    "stack.data": set(),
+    "stack.checkpoint": {"stack.data", "stack.parallel"},
+    "stack.parallel": {"stack.cpu"},
+    "stack.cpu": set(),
+    "stack.exchange": {"stack.data"},
+    "stack.evaluation": {"stack.exchange"},
 }
-FILES = sorted(ROOT.glob("*.py"))
+ALONE = {  # what each file that stands in stack/ itself may import
+    "stack.config": set(), "stack.counts": set(), "stack.device": set(), "stack.optim": set(),
+    "stack.metrics": {"stack.config", "stack.device"},
+    "stack.report": {"stack.config", "stack.counts", "stack.device", "stack.metrics"},
+}
+FILES = sorted(path for path in ROOT.rglob("*.py")
+               if path.relative_to(ROOT).parts[0] in ("stack", "bench") or path.parent == ROOT)
 
 
-def imported(path):
-    """Top-level names a file imports, anywhere in it."""
+def module(path) -> str:
+    """stack/data/shards.py -> stack.data.shards, bench/__init__.py -> bench"""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path) -> set[str]:
+    """Modules a file imports, anywhere in it; `from stack.data import shards` is stack.data.shards."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(node.module.split(".")[0])
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports say whose they are"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name for name in inside if name in MODULES} or {node.module}
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+MODULES = {module(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
 def test_imports_follow_the_table(path):
-    """Parts import only the parts the table allows; commands import parts, never each other."""
-    assert path.stem in COMMANDS | set(PARTS), f"{path.name} is neither a known command nor a known part"
-    ours = imported(path) & (COMMANDS | set(PARTS)) - {path.stem}
-    allowed = set(PARTS) if path.stem in COMMANDS else PARTS[path.stem]
-    assert ours <= allowed
+    """Arrows go commands -> stack -> model.py, never up, never between commands; in stack/ as ROOMS says."""
+    name = module(path)
+    ours = (imported(path) & MODULES) - {name}
+    if name.split(".")[0] in COMMANDS:
+        assert not [other for other in ours if other.split(".")[0] in COMMANDS - {name.split(".")[0]}]
+        return
+    assert name == "model" or name.startswith("stack"), f"{path.name} is neither a command nor a part"
+    room = name.rpartition(".")[0] if name not in ROOMS else name
+    if room in ROOMS:
+        allowed = [room, *ROOMS[room]]
+        wrong = {other for other in ours - {"model", *ALONE} if not any(other.startswith(f"{r}.") for r in allowed)}
+    else:
+        wrong = ours - ALONE.get(name, set()) - ({"model"} if name != "model" else set())
+    assert not wrong
+
+
+def test_the_table_has_no_circle():
+    """Following the arrows between folders never leads back."""
+    def reach(room):
+        return {room}.union(*(reach(other) for other in ROOMS[room]))
+    assert all(room not in reach(other) for room in ROOMS for other in ROOMS[room])
 
 
 def test_model_stands_alone():
     """model.py can be copied out: it imports torch and the standard library only."""
-    assert imported(ROOT / "model.py") - {"torch"} <= set(sys.stdlib_module_names)
+    assert {name.split(".")[0] for name in imported(ROOT / "model.py")} - {"torch"} <= set(sys.stdlib_module_names)
 
 
 def test_importing_is_free():
     """Importing any module prints nothing and pulls in none of the heavy packages."""
-    names = ", ".join(sorted(PARTS) + sorted(COMMANDS))
+    names = ", ".join(sorted(MODULES))
     heavy = ["matplotlib", "datasets", "wandb", "transformers", "pyarrow", "tiktoken", "rustbpe", "zstandard", "gguf"]
     code = f"import {names}, sys; print([m for m in {heavy} if m in sys.modules], end='')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -64,14 +93,14 @@ def test_importing_is_free():
 
 @pytest.mark.parametrize("command", ["train.py configs/demo.py", "sample.py out/x", "prepare.py stdlib",
                                      "eval.py out/x", "account.py", "convert.py tie a b",
-                                     "bench.py head", "plot.py out/x"])
+                                     "bench/__main__.py head", "plot.py out/x"])
 def test_without_packages(command):
     """A Python without torch and numpy, say the system's: one message that says how to get them, exit code 2."""
     code = ("import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'tqdm')); sys.argv = sys.argv[1:]; "
             "sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code, *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 2 and "requirements.txt" in done.stderr, done.stderr
-    assert done.stderr.startswith(command.split()[0])
+    assert done.stderr.startswith(command.split("/")[0].split()[0])
 
 
 def test_make_clean_leaves_data_and_runs():
@@ -84,8 +113,9 @@ def test_make_clean_leaves_data_and_runs():
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_begins_with_examples(name):
     """A command's page says in a line what it is for, then how to call it."""
-    lines = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))).splitlines()
-    assert lines[0].endswith(".") and not lines[1] and lines[2].startswith(f"    python {name}.py ")
+    where, call = ("bench/__main__.py", "-m bench") if name == "bench" else (f"{name}.py",) * 2
+    lines = ast.get_docstring(ast.parse((ROOT / where).read_text(encoding="utf-8"))).splitlines()
+    assert lines[0].endswith(".") and not lines[1] and lines[2].startswith(f"    python {call} ")
 
 
 @pytest.mark.parametrize("cls", [model.ModelConfig, config.TrainConfig])

@@ -9,9 +9,9 @@ import pytest
 import runs
 import torch
 
-import report
 import train
-from metrics import RunLog
+from stack import report
+from stack.metrics import RunLog
 
 HOSTILE = "</pre><script>alert('x')</script> & \x00\x1b[31m \u202e &lt;"
 
@@ -68,7 +68,7 @@ def test_the_numbers_are_the_runs(page):
 
 
 def train_params(out):
-    from checkpoint import load_model
+    from stack.checkpoint.folder import load_model
     return sum(p.numel() for p in load_model(out)[0].parameters())
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import ROOT, tiny_config
 
-import checkpoint
 import model as model_file
 import sample
 from model import GPT
-from tokenizer import Tokenizer, train_tokenizer
+from stack.checkpoint import folder as checkpoint
+from stack.data.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "def read(path):\n    return open(path).read()  # naïve: whole file 😀\n" * 30
 

@@ -1,7 +1,7 @@
 """Where the two source texts are wrong, the right value: each line of README's "What the source got wrong" is a test.
 
 Claims about gradients and special rows are in test_embedding.py, about resizing in test_resize.py, about the loss head
-in test_head.py and `bench.py head`.
+in test_head.py and `python -m bench head`.
 """
 
 import math
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import account
-from model import ModelConfig, num_params
+from model import ModelConfig
+from stack.counts import num_params
 
 LLAMA_1B = dict(vocab_size=128256, d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, d_ff=8192,
                 qk_norm=False)

@@ -21,14 +21,15 @@ from conftest import document_ids
 from safetensors.torch import load_file
 from test_metrics import FakeWandb
 
-import checkpoint
 import train
-from config import TrainConfig, load, save_json
-from data import Batches, TokenData
-from metrics import evaluate
-from model import GPT, ModelConfig, flops_per_token
-from shards import open_shard, read_meta, write_meta, write_shard
-from tokenizer import Tokenizer
+from model import GPT, ModelConfig
+from stack.checkpoint import folder as checkpoint
+from stack.config import TrainConfig, load, save_json
+from stack.counts import flops_per_token
+from stack.data.batches import Batches, TokenData
+from stack.data.shards import open_shard, read_meta, write_meta, write_shard
+from stack.data.tokenizer import Tokenizer
+from stack.metrics import evaluate
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,4 @@
+"""A run's state on disk.
+
+    folder.py     checkpoints: folders that are whole or absent
+"""

@@ -1,0 +1,373 @@
+"""Settings: dataclass defaults <- one config file <- flags; checked once, gathered into one message, printed, saved.
+
+    model_cfg, cfg = load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__)
+    python train.py configs/demo.py --max_steps=200 --compile=false
+
+A setting is a field of one of the dataclasses: its annotation is its type, its default is the only default, the comment
+behind it is its help.  Names are flat and unique over all of them, so a flag never says which dataclass it means.
+
+A config file is Python that assigns settings (`n_layers = 30`; `batch_tokens = 2**19`).  It runs in a dictionary of
+its own: imports, functions and `_private` names are for the file's own use, any other name that is not a setting is an
+error with the nearest one suggested.  `from configs.stack100m import *` builds on another file.  A run's config.json is
+a config file too: naming it repeats the run.
+
+Values of the file and of the command line pass the same check: a whole number is a float where a float is wanted, 1e3
+is an int where one is wanted and 2.5 is not, text stays text whatever it looks like, only `X | None` takes None.  Of a
+flag given twice the last counts.  What is wrong is gathered (file and flags first, then every dataclass's `problems()`,
+then the caller's `check`) and raised as one ConfigError; commands print it and exit with 2.
+
+By hand rather than by tyro or argparse: neither takes `1e3` for an int, nor `--compile`, `--compile=false` and
+`--compile=0` for one field, nor checks what a Python file assigned; with those rewritten, only `--help` would be left.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import sys
+import textwrap
+import traceback
+import types
+import typing
+from pathlib import Path
+
+BOOLS = {"true": True, "1": True, "false": False, "0": False}
+KINDS = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "None"}
+WIDTH, HELP_COLUMN = 110, 42  # characters
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used; the message says which, why, and what to write instead."""
+
+
+def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
+    """One instance of each dataclass from its defaults, the config file named in argv, and the flags in argv.
+
+    `check(*instances) -> list[str]` names problems that span several of them.  Raises ConfigError; --help exits.
+    """
+    types_of = _settings(classes)
+    files, flags, problems = _split(argv, types_of)
+    if files is None:
+        try:
+            print(help_text(classes, doc), flush=True)
+        except BrokenPipeError:  # `| head`
+            sys.stdout = open(os.devnull, "w")
+        raise SystemExit(0)
+    if len(files) > 1:
+        problems.append(f"{' and '.join(files)}: one config file at most. A value needs its key: --key=value.")
+    assigned = _read(files[0], types_of).items() if files else ()
+    values = {}
+    for where, key, value, typed in [(f"{files[0]}: {key}", key, value, False) for key, value in assigned] + flags:
+        if key not in types_of:
+            problems.append(f"{where}: there is no setting {key!r}.{_nearest(key, types_of)}")
+            continue
+        try:
+            values[key] = _convert(value, types_of[key], typed)
+        except ValueError:
+            quotes = f" Write {key} = {str(value)!r}." if not typed and types_of[key] is str else ""
+            problems.append(f"{where}: {key} must be {_kind(types_of[key])}, not {value!r}.{quotes}")
+    _raise(problems)
+    instances = tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+                      for cls in classes)
+    problems = [p for instance in instances if hasattr(instance, "problems") for p in instance.problems()]
+    _raise(problems or (check(*instances) if check else []))  # checks across dataclasses presume that each is sound
+    return instances
+
+
+def to_dict(instances) -> dict:
+    """Every setting and its value, flat: plain types only."""
+    return {key: value for instance in instances for key, value in dataclasses.asdict(instance).items()}
+
+
+def not_installed(error: ModuleNotFoundError, command: str | None = None):
+    """End a command for which a package is missing: with one message and exit code 2."""
+    command = command or os.path.basename(sys.argv[0])
+    print(f"{command}: {sys.executable} has no package {error.name!r}.\n  Use this folder's "
+          "own (make env, then source .venv/bin/activate), or: pip install -r requirements.txt", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def as_command(name: str):
+    """Around what a command does: a mistake of the user's is one message and exit code 2, Ctrl-C is 130."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ModuleNotFoundError as error:
+        not_installed(error)
+    except (ValueError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def written_aside(path):
+    """Where to write what becomes the file `path` once all of it is there: whole or not at all, whatever happens."""
+    aside = Path(f"{path}.tmp")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def save_json(path, instances):
+    """Write config.json; `load` reads it like any config file."""
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(to_dict(instances), indent=2) + "\n", encoding="utf-8")
+
+
+def describe(instances) -> str:
+    """The resolved settings for people, a paragraph per dataclass, and what * means."""
+    parts = []
+    for instance in instances:
+        words = [f"{key}={value}{'' if value == default else '*'}"
+                 for (key, value), default in zip(dataclasses.asdict(instance).items(),
+                                                  dataclasses.asdict(type(instance)()).values(), strict=True)]
+        parts.append(textwrap.fill("  ".join(words), WIDTH, initial_indent=f"{type(instance).__name__}: ",
+                                   subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(parts + ["* not the default"])
+
+
+def help_text(classes, doc: str = "") -> str:
+    """The command's own words, then every setting with its type, its comment and its default."""
+    lines = [inspect.cleandoc(doc), "", "Settings: --key=value, after an optional config file (default in brackets)"]
+    for cls in classes:
+        hints, (comments, headings) = typing.get_type_hints(cls), _comments(cls)
+        lines += ["", cls.__name__]
+        for field, default in zip(dataclasses.fields(cls), dataclasses.asdict(cls()).values(), strict=True):
+            lines += [f"  {heading}" for heading in headings.get(field.name, [])]
+            left = f"    --{field.name} {_kind(hints[field.name])} ({default!r}) "
+            lines += textwrap.wrap(comments.get(field.name) or "-", WIDTH, initial_indent=left.ljust(HELP_COLUMN),
+                                   subsequent_indent=" " * HELP_COLUMN)
+    return "\n".join(lines)
+
+
+def _raise(problems: list[str]):
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else
+                          f"{len(problems)} settings cannot be used:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def _settings(classes) -> dict:
+    """Name -> annotated type, over all dataclasses."""
+    types_of = {}
+    for cls in classes:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            assert field.name not in types_of, f"{field.name} is declared twice"
+            types_of[field.name] = hints[field.name]
+    return types_of
+
+
+def _split(argv, types_of):
+    """argv -> config files, flags as (as typed, key, value, True), problems; files is None when help was asked for."""
+    words, files, flags, problems = list(argv), [], [], []
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            return None, flags, problems
+        if not word.startswith("--"):
+            if word.startswith("-") or ("=" in word and not os.path.exists(word)):
+                problems.append(f"{word}: a setting starts with two dashes. Write --{word.lstrip('-')}.")
+            else:
+                files.append(word)
+            continue
+        key, equals, value = word[2:].partition("=")  # at the first "=": a value may hold more of them
+        key = key.replace("-", "_")
+        if not equals:
+            following = words[0] if words else "--"
+            if bool in _options(types_of.get(key)) and following.lower() not in (*BOOLS, "none"):
+                value = "true"  # a bare --compile
+            elif following.startswith("--"):
+                value = None
+                if key in types_of:
+                    problems.append(f"{word} needs a value, {_kind(types_of[key])}: {word}=...")
+                    continue
+            else:
+                value = words.pop(0)
+                word = f"{word} {value}"
+        flags.append((word, key, value, True))
+    return files, flags, problems
+
+
+def _read(path: str, types_of) -> dict:
+    """What a config file assigns; the names of settings always count, so `import *` brings another file's."""
+    if not os.path.isfile(path):
+        folder = Path(path if os.path.isdir(path) else os.path.dirname(path) or "configs")
+        recipes = set(folder.glob("data_*.py"))  # settings of no model: prepare.py's
+        there = ", ".join(sorted(str(file) for file in folder.glob("*.py") if file not in recipes))
+        raise ConfigError(f"config file {path} not found." + (f" There is: {there}." if there else ""))
+    source = Path(path).read_bytes()
+    try:
+        if path.endswith(".json"):
+            return dict(json.loads(source))
+        names = {"__file__": os.path.abspath(path), "__name__": "config"}
+        exec(compile(source, path, "exec"), names)
+    except Exception as error:
+        line = getattr(error, "lineno", None) or next(
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == path), None)
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}. "
+                          "A config file holds key = value lines.") from error
+    imported = {alias.asname or alias.name.split(".")[0] for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    return {name: value for name, value in names.items() if name in types_of or not (
+        name.startswith("_") or name in imported or callable(value) or isinstance(value, types.ModuleType))}
+
+
+def _options(hint) -> tuple:
+    """int | None -> (int, NoneType);  int -> (int,)."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _kind(hint) -> str:
+    """A type in a word: int, true|false, rope|learned, int|None."""
+    return "|".join("|".join(map(str, typing.get_args(option))) if typing.get_origin(option) is typing.Literal
+                    else KINDS[option] for option in _options(hint))
+
+
+def _convert(value, hint, typed: bool):
+    """`value` as the type a setting declares; `typed`: it is a word of the command line.  ValueError if it is none."""
+    for option in sorted(_options(hint), key=lambda o: (o is not type(None), o is str)):  # None first, text last
+        if option is type(None):
+            if value is None or typed and value.lower() == "none":
+                return None
+        elif typing.get_origin(option) is typing.Literal:
+            for choice in typing.get_args(option):
+                if (str(choice) == value) if typed else (choice == value and type(choice) is type(value)):
+                    return choice
+        elif option is bool:
+            if (typed or isinstance(value, int)) and str(value).lower() in BOOLS:
+                return BOOLS[str(value).lower()]
+        elif option is str:
+            if isinstance(value, str):
+                return value
+        elif typed or isinstance(value, int | float) and not isinstance(value, bool):
+            number = _number(value, option)
+            if number is not None:
+                return number
+    raise ValueError
+
+
+def _number(value, kind):
+    """int or float from a number or its text, exact for ints of any size; None if it is not one, or not finite."""
+    try:
+        if kind is int and not isinstance(value, float):
+            return int(value)
+    except ValueError:
+        pass  # perhaps 1e3
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if kind is int:
+        return int(number) if number.is_integer() else None
+    return number if math.isfinite(number) else None
+
+
+def _nearest(name: str, names) -> str:
+    found = difflib.get_close_matches(name, names, n=1) or [known for known in names if known.endswith(f"_{name}")]
+    return f" Did you mean {' or '.join(found)}?" if found else " --help lists them all."
+
+
+def _comments(cls) -> tuple[dict, dict]:
+    """Of a dataclass's source: field -> the comment behind it, field -> the comment lines of their own above it."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except OSError:  # made at a prompt: help then goes without comments
+        source = ""
+    behind, above, heading, last = {}, {}, [], None
+    for line in source.splitlines():
+        code, _, comment = line.partition("  # ")
+        if line.startswith("    # "):
+            heading.append(line.strip("# "))
+        elif field := re.match(r"    (\w+): ", code):
+            last = field[1]
+            behind[last], above[last], heading = comment.strip(), heading, []
+        elif last and comment and not code.strip():  # the comment goes on in a line of its own, indented deeper
+            behind[last] += " " + comment.strip()
+    return behind, above
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    # data and run folder
+    data_dir: str = "data/stack100m"  # what prepare.py made
+    out_dir: str = "out/stack100m"  # run folder: checkpoints, config.json, log.jsonl, loss.png, report.html
+    init_from: str = "scratch"  # scratch, resume (continue out_dir); to finetune: a run folder, or hf:FOLDER
+    allow_changes: bool = False  # resume although data, seq_len, packing, seed, optimizer or architecture changed
+    seed: int = 1337  # of initial weights, batch order, dropout and samples
+    # batch
+    seq_len: int = 2048  # tokens per sequence
+    micro_batch_size: int = 32  # sequences per device per forward pass
+    batch_tokens: int = 524288  # tokens per optimizer step over all devices; accumulation follows from it
+    max_steps: int = 38147  # optimizer steps
+    packing: typing.Literal["stream", "best_fit"] = "stream"  # best_fit: documents whole where they fit; with doc_mask
+    doc_mask: bool = True  # attention stays inside a document
+    # optimizer
+    optimizer: typing.Literal["muon", "adamw"] = "muon"  # muon: for the blocks' matrices; the rest is AdamW's
+    muon_lr: float = 6e-3  # Muon's peak learning rate; updates are scaled to the size of AdamW's
+    adamw_lr: float = 3e-3  # AdamW's peak, for the table, gains and biases (all parameters with optimizer=adamw)
+    weight_decay: float = 0.1  # decoupled; matrices and the table only
+    beta1: float = 0.9  # AdamW's memory of gradients
+    beta2: float = 0.95  # AdamW's memory of their squares
+    grad_clip: float = 1.0  # a longer gradient, over all parameters, is shortened to this; 0 = off
+    z_loss: float = 1e-4  # weight of logsumexp squared, keeps logits from drifting; in the logged loss; 0 = off
+    schedule: typing.Literal["wsd", "cosine"] = "wsd"  # wsd: warm up, stay at the peak, decay; cosine: fall all along
+    warmup_steps: int = 500  # the learning rate rises from 0
+    decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd)
+    min_lr_fraction: float = 0.0  # where it ends, as a share of the peak
+    # every so many steps, and at the end; 0 = never
+    log_interval: int = 10  # a line of numbers
+    eval_interval: int = 500  # loss on held-out text
+    save_interval: int = 1000  # ckpt_last; 0 = only at the end
+    sample_interval: int = 2000  # a few lines of text
+    eval_tokens: int = 2**20  # held-out tokens per evaluation, spread evenly over the split
+    keep: int = 0  # numbered checkpoints kept besides last and best
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N, mps
+    dtype: typing.Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    tp: int = 1  # processes that hold one model together (tensor_parallel.py); the number of all is a multiple of it
+    dp: typing.Literal["ddp", "fsdp"] = "ddp"  # several processes: a whole model in each, or a part of it
+    remat: typing.Literal["none", "block", "selective"] = "none"  # keep less of a block, compute it again in backward
+    compile: bool = True  # torch.compile the block, once for all layers
+    deterministic: bool = False  # on a GPU too, runs repeat to the bit (a CPU's do anyway); `bench step` has the cost
+    peak_tflops: float | None = None  # of one device, where its name is not known: for mfu, the share of it reached
+    max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
+    wandb_project: str | None = None  # send the log to this project of Weights & Biases too
+    tensorboard: bool = False  # write the log to out_dir/tensorboard too, for `tensorboard --logdir out`
+
+    def problems(self) -> list[str]:
+        """Every impossible setting, as sentences a user can act on."""
+        found = []
+        for name in ("seq_len", "micro_batch_size", "batch_tokens", "max_steps", "muon_lr", "adamw_lr", "max_bad_steps",
+                     "eval_tokens", "tp"):
+            if not getattr(self, name) > 0:
+                found.append(f"{name} ({getattr(self, name)}) must be positive.")
+        for name in ("log_interval", "eval_interval", "save_interval", "sample_interval", "warmup_steps", "grad_clip",
+                     "weight_decay", "z_loss", "keep", "seed"):
+            if getattr(self, name) < 0:
+                found.append(f"{name} ({getattr(self, name)}) must be 0 or more.")
+        if self.seed >= 2**63:
+            found.append(f"seed ({self.seed}) must be less than 2**63.")
+        for name in ("decay_fraction", "min_lr_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1].")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1).")
+        if self.warmup_steps > self.max_steps > 0:
+            found.append(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps}): the peak "
+                         "would never be reached. Lower it.")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            found.append(f"peak_tflops ({self.peak_tflops}) must be positive, or None.")
+        return found

@@ -1,0 +1,6 @@
+"""C++ for CPUs.  model.py does without; each part attaches to a built model by one call.
+
+    build.py               how a .cpp file of this folder becomes functions
+    kernels.py, .cpp       attention and the loss head's arithmetic in compiled training
+    decode.py, .cpp        one token through the whole model, for `sample.py --compile`
+"""

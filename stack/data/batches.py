@@ -1,0 +1,249 @@
+"""Windows over the token shards, and the batches made from them.
+
+**Windows** hold seq_len tokens x, their targets y, and docs, the document each is in. A target is the token that
+follows in the shard, whatever follows in the window: the last token of a document has the boundary behind it. A slot
+without a target has y = -100. How a shard becomes windows is the packing:
+
+*stream* cuts it every seq_len tokens: each token but a shard's first is a target exactly once per epoch, and the rest
+at a shard's end, less than one window, is left out. Most windows begin amid a document whose beginning they lack.
+
+*best_fit* lays documents whole into windows, longest first, each where it leaves the least room. One longer than a
+window fills some, and its tail is laid like any other document. So an epoch has every token exactly once, and no token
+is cut off from the beginning of its document but those that are more than a window behind it (arXiv 2404.10830 has what
+this is good for). Slots that no document fits into hold a boundary each. It goes with document masks: without them a
+document sees its neighbours, which have nothing to do with it. Shards are packed one by one, from the places of their
+boundaries, which reads them all at the start, 1.1 s per GB; kept are 6 bytes for each piece and 4 for each window, 9 kB
+per million tokens in documents of 1,000, so 180 MB per process for 20 billion (0.4 GB of files in memory, one core of
+an AMD EPYC, 2026-11-29). It is done anew at every start, being a function of shards and seq_len: an index on disk would
+be one more thing that can be out of date.
+
+Shards are read by np.fromfile and not through one long-lived memory map. The pages of a map count as resident, so a
+process that has passed over 40 GB of shards looks 40 GB big and may be killed for it; and a file that is cut short
+under a map is a SIGBUS, where a short read is an error that names the file. A read takes 20 microseconds; 10 of them a
+map would save.
+
+**Order** is a pure function of (seed, position): sequence s of a run is window order(epoch)[s % n_windows], where
+epoch = s // n_windows and order is one permutation for all ranks. A step takes the next sequences, and ranks only
+divide these among themselves. So there is no state to save: a run resumes from the number of sequences it has consumed,
+on any number of ranks. The permutation is numpy's RandomState's, whose stream never changes between versions.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from stack.data.shards import HEADER_BYTES, natural, read_listed, read_meta
+
+
+class TokenData:
+    """The windows of one split. What can be wrong with a data set is found here, before the first step.
+
+    packing: "stream" or "best_fit". fingerprint and vocab_size are those of the tokenizer and the model that the ids
+    will meet, if there are any yet. Foreign shards do not say which tokenizer made them: fingerprint is "" and GPT-2's
+    is presumed.
+    """
+
+    def __init__(self, data_dir: str | Path, split: str, *, seq_len: int, packing: str = "stream",
+                 fingerprint: str | None = None, vocab_size: int | None = None):
+        self.dir, self.split, self.seq_len, self.meta = Path(data_dir), split, seq_len, read_meta(data_dir)
+        self.packing = packing
+        self.fingerprint: str = self.meta["tokenizer"]
+        self.vocab_size: int = self.meta["vocab_size"]
+        self.boundary_id: int = self.meta["boundary_id"]
+        self.data_fingerprint: str = self.meta["data_fingerprint"]
+        self._id_limit = vocab_size or self.vocab_size
+        if fingerprint and self.fingerprint not in ("", fingerprint):
+            raise ValueError(f"{self.dir} holds ids of tokenizer {self.fingerprint[:12]}; the model's is "
+                             f"{fingerprint[:12]}.\n  Use the data set the model was trained on, or make one for it: "
+                             "python prepare.py SOURCE --tokenizer RUN_FOLDER --out data/NAME")
+        if self._id_limit < self.vocab_size:
+            raise ValueError(f"{self.dir} holds ids of a vocabulary of {self.vocab_size}; the model's has only "
+                             f"{self._id_limit}.\n  Set --vocab_size={self.vocab_size}, or prepare the data with the "
+                             "model's tokenizer.")
+        self._shards, windows = [], []  # (path, header, layout) and the number of windows in it
+        shards = self.meta["splits"].get(split, {"shards": []})["shards"]
+        for entry in sorted(shards, key=lambda entry: natural(entry["file"])):
+            path, header = read_listed(self.dir, entry, self.fingerprint)
+            layout = Layout(path, header, self.boundary_id, seq_len) if packing == "best_fit" else None
+            self._shards.append((path, header, layout))
+            windows.append(layout.n_windows if layout else max(header.n_tokens - 1, 0) // seq_len)
+        self._ends = np.cumsum(windows)  # windows up to and including each shard
+        self.n_windows, self.n_tokens = sum(windows), sum(entry["tokens"] for entry in shards)
+        filled = self.n_tokens / (self.n_windows * seq_len) if packing == "best_fit" and self.n_windows else 1.0
+        self.empty_share, self._order = 1 - filled, (None, None)  # empty_share: of slots without a token
+        if not self.n_windows:
+            longest = max((entry["tokens"] for entry in shards), default=0)
+            shorter = f"Set --seq_len={longest - 1} or less, or prepare" if longest > 1 else "Prepare"
+            raise ValueError(f"Split {split!r} of {self.dir} has {self.n_tokens:,} tokens, {longest:,} in its longest "
+                             f"shard; one window of seq_len {seq_len} needs {seq_len + 1:,}.\n"
+                             f"  {shorter} more text, or more of it for this split (--val_fraction).")
+
+    def window(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Window i in file order, its ids checked against the vocabulary.  -> x, y, docs, each (seq_len,) int64
+
+        docs numbers the documents of the window, and each slot left over as one of its own.
+        """
+        shard, T = int(np.searchsorted(self._ends, i, side="right")), self.seq_len
+        path, header, layout = self._shards[shard]
+        i = int(i) - int(self._ends[shard - 1] if shard else 0)
+        x, y, begins, at = np.full(T, self.boundary_id), np.full(T, -100), np.zeros(T, bool), 0
+        with open(path, "rb", buffering=0) as file:
+            for first, n in layout.pieces(i) if layout else [(i * T, T)]:
+                file.seek(HEADER_BYTES + first * header.dtype.itemsize)
+                ids = np.fromfile(file, header.dtype, n + 1)
+                if len(ids) < min(n + 1, header.n_tokens - first):
+                    raise ValueError(f"{path} ends before token {first + n:,}, which was there when the run began.\n  "
+                                     "Leave a data set alone while it is used; make it again with prepare.py and "
+                                     "resume.")
+                if ids.max() >= self._id_limit:
+                    bad = int((ids >= self._id_limit).argmax())
+                    raise ValueError(f"{path} has id {ids[bad]} at token {first + bad:,}; the vocabulary has "
+                                     f"{self._id_limit} ids.\n  Shard and tokenizer do not belong together: make the "
+                                     "data set again.")
+                x[at:at + n], y[at:at + len(ids) - 1], begins[at] = ids[:n], ids[1:], True
+                at += n
+        return x, y, np.cumsum(begins | (x == self.boundary_id))
+
+    def cut_share(self) -> float:
+        """The share of tokens that are cut off from their document's beginning, which is in another window or shard.
+
+        Of a stream it is counted in 1,024 windows at most, spread evenly: exact to about a percentage point, where
+        counting in all would read all shards.
+        """
+        if self.packing == "best_fit":
+            return sum(layout.n_cut for _, _, layout in self._shards) / self.n_tokens
+        n = min(self.n_windows, 1024)
+        return 1 - float(np.mean([np.logical_or.accumulate(self.window(w)[0] == self.boundary_id)
+                                  for w in np.arange(n) * self.n_windows // n]))
+
+    def order(self, epoch: int, seed: int) -> np.ndarray:
+        """The order of an epoch, equal on all ranks: a permutation of range(n_windows). The last one is kept."""
+        key, order = self._order
+        if key != (epoch, seed):
+            order = np.arange(self.n_windows, dtype=np.int32 if self.n_windows < 2**31 else np.int64)
+            np.random.RandomState([seed % 2**32, epoch]).shuffle(order)
+            self._order = (epoch, seed), order
+        return order
+
+
+class Layout:
+    """Where the pieces of a shard's best_fit windows are. n_cut: tokens behind a cut, in windows or between shards."""
+
+    BLOCK = 1 << 24  # tokens read at a time
+
+    def __init__(self, path: Path, header, boundary_id: int, seq_len: int):
+        found, at = [np.zeros(1, np.int64)], 0  # a shard may begin amid a document; that is a piece as well
+        with open(path, "rb", buffering=0) as file:
+            file.seek(HEADER_BYTES)
+            while len(ids := np.fromfile(file, header.dtype, self.BLOCK)):
+                found.append(np.flatnonzero(ids == boundary_id) + at)
+                at += len(ids)
+        documents = np.unique(np.concatenate(found))[:at]  # where they begin; none in an empty shard
+        counts = -(-np.diff(documents, append=at) // seq_len)  # pieces of each
+        behind = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+        starts = np.repeat(documents, counts) + behind
+        lengths = np.diff(starts, append=at)
+        cut = behind > 0
+        if at and not (len(found[1]) and found[1][0] == 0):
+            cut[:counts[0]] = True
+        self.n_cut = int(lengths[cut].sum())
+        window = best_fit(lengths, seq_len)
+        order = np.argsort(window, kind="stable")  # in a window, as in the shard
+        self._starts = starts[order].astype(np.uint32)
+        self._lengths = lengths[order].astype(np.min_scalar_type(seq_len))
+        self._firsts = np.cumsum(np.bincount(window), dtype=np.uint32)
+        self.n_windows = len(self._firsts)
+
+    def pieces(self, i: int) -> list[tuple[int, int]]:
+        """(first token in the shard, number of tokens) of the pieces of window i."""
+        some = slice(int(self._firsts[i - 1]) if i else 0, int(self._firsts[i]))
+        return list(zip(self._starts[some].tolist(), self._lengths[some].tolist(), strict=True))
+
+
+def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
+    """The window of each piece, (n,) from 0: longest first, into the one with the least room that is left and enough.
+
+    lengths (n,) from 1 to size. Pieces of a length are laid together into all windows with the same room, which gives
+    up the order among equals and makes the number of steps one of different lengths, not of pieces.
+    """
+    window, n_windows, by_length = np.empty(len(lengths), np.int64), 0, np.argsort(lengths, kind="stable")
+    windows, rooms = {}, 0  # room -> the windows that have so much of it; and a bit for each room there is
+    for length, first in reversed(list(zip(*np.unique(lengths[by_length], return_index=True), strict=True))):
+        length, pieces, by_length = int(length), by_length[first:], by_length[:first]
+        while len(pieces):
+            if enough := rooms >> length:
+                room = length + (enough & -enough).bit_length() - 1
+                into, rooms = windows.pop(room), rooms & ~(1 << room)
+            else:
+                room, new = size, -(-len(pieces) // (size // length))
+                into, n_windows = np.arange(n_windows, n_windows + new), n_windows + new
+            window[pieces[:len(into)]], left = into[:len(pieces)], into[len(pieces):]
+            for now, those in ((room, left), (room - length, into[:len(pieces)])):
+                if now and len(those):
+                    windows[now] = np.concatenate([windows.get(now, those[:0]), those])
+                    rooms |= 1 << now
+            pieces = pieces[len(into):]
+    return window
+
+
+class Batches:
+    """One rank's micro batches without end: x, y and docs of that many windows, (micro_batch_size, seq_len) each.
+
+    From start_seq on, micro step m gives rank r the sequences from (m * world_size + r) * micro_batch_size on. So a
+    step, which train.py makes a whole number of micro steps, is the same set for every world size.
+    """
+
+    AHEAD = 3  # micro batches made in advance, by one thread
+
+    def __init__(self, data: TokenData, *, seed: int, micro_batch_size: int, rank: int = 0, world_size: int = 1,
+                 start_seq: int = 0, device="cpu"):
+        self.data, self.seed, self.micro_batch_size, self.device = data, seed, micro_batch_size, torch.device(device)
+        self._next, self._stride = start_seq + rank * micro_batch_size, micro_batch_size * world_size
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._coming = deque()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        while len(self._coming) <= self.AHEAD:
+            self._coming.append(self._pool.submit(self._make, self._next))
+            self._next += self._stride
+        return self._coming.popleft().result()  # raises here what was raised in the thread
+
+    def _make(self, first):
+        rows = []
+        for s in range(first, first + self.micro_batch_size):
+            epoch, i = divmod(s, self.data.n_windows)
+            rows.append(self.data.window(self.data.order(epoch, self.seed)[i]))
+        return _to_device(rows, self.device)
+
+    def close(self) -> None:
+        """End the thread. It also ends by itself with this object or the program."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int | None = None, rank: int = 0,
+                    world_size: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A split once, in file order, for evaluation: x, y, docs as Batches gives them, on the CPU, the last ones shorter.
+
+    max_windows takes that many, evenly spaced and always the same. Ranks take every world_size-th of them, so that sums
+    over ranks are the same for any number of ranks; a rank may get none.
+    """
+    chosen = np.arange(data.n_windows)
+    if max_windows is not None and max_windows < data.n_windows:
+        chosen = np.arange(max_windows) * data.n_windows // max_windows
+    chosen = chosen[rank::world_size]
+    for i in range(0, len(chosen), micro_batch_size):
+        yield _to_device([data.window(w) for w in chosen[i:i + micro_batch_size]], torch.device("cpu"))
+
+
+def _to_device(windows: Iterable[tuple[np.ndarray, ...]], device):
+    together = torch.from_numpy(np.stack([np.stack(part) for part in zip(*windows, strict=True)]))  # (3, B, T)
+    if device.type == "cuda":  # only from pinned memory does the copy run beside the GPU's work
+        together = together.pin_memory()
+    return together.to(device, non_blocking=True).unbind()

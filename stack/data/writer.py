@@ -1,0 +1,382 @@
+"""From encoded documents to shards: what is kept, where it goes, and how a run that was killed goes on.
+
+    state = start(folder, command)    a new state, or that of the run to be continued; another command's is refused
+    output = Output(job, tokenizer, state)
+    output.take(i, piece, ids)        decide about a piece of a document of source i, and write it
+    output.save()                     between documents: from here on a kill costs only what comes later
+    output.finish()                   the last shards
+
+*Continuing.*  All decisions are made here, one document after the other, so a run is a function of its documents, and
+its state is small: for each source the place behind its last document, for each split the finished shards and the
+length of the one being filled, the hashes seen.  save() writes it to progress.json when what it speaks of is on disk.
+A new Output cuts the files back to what the state says, whatever a kill left behind, and goes on to the same bytes.
+
+*Split.*  A document is in val if its hash is among the lowest val_fraction of all 64-bit numbers, so more text never
+moves one between train and val.  Where state["tail"] is set, val is the text from that byte on instead.
+
+*Duplicates.*  A document whose hash was seen before, in any source, is dropped.  Up to Seen.LIMIT documents are
+remembered, 8 bytes each (270 MB; twice that for a moment, when they are sorted); later ones are still compared with
+those, but not remembered, which the report says.  That any of 20 million documents is dropped for a hash it only
+shares by accident has a chance of 1 in 90,000.
+
+*Mixture.*  next_source takes the source with the fewest training tokens for its weight.  So tokens, not documents,
+follow the weights, to within a document at any place: of W tokens in a row a source of weight w, one of n, has w * W,
+give or take D * (1 + w * (n - 2)) at most, D tokens being the longest document.  No order of whole documents does much
+better.  So 1 % of the stream is within 2 points of the weights if documents are short beside it; where it is not, the
+report says up to what length it would be.  The run ends when a source does: what would follow is another mixture.
+Rejected: drawing the source of each document at random; long documents pull the tokens away from the weights.  Cutting
+long ones and laying other sources between the parts; a model trained on that has no long documents.
+"""
+
+import contextlib
+import json
+import os
+import time
+
+import numpy as np
+
+from stack.data.shards import ShardWriter, write_json
+
+SAVE_SECONDS = 10  # between two records of progress
+BLOCK = 1 << 20  # tokens handled together where a whole shard would be too much
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# state and folder
+
+
+def fresh(command):
+    source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "duplicates": 0}
+    split = {"shards": [], "tokens": 0}  # tokens: of the shard that is being filled
+    return {"command": command, "tokenizer": None, "tail": None, "ended": False,
+            "documents": 0, "tokens": 0, "bytes": 0, "seen": [0, 0], "bins": None, "mixture": None,
+            "sources": [dict(source) for _ in command["sources"]], "splits": {"train": split, "val": dict(split)}}
+
+
+def start(folder, command):
+    """The state that an earlier run of this command left in the folder, or a new one."""
+    path = folder / "progress.json"
+    if path.exists():
+        state = json.loads(path.read_text(encoding="utf-8"))
+        check_same(folder, state["command"], command)
+        print(f"{folder}: continuing after {state['tokens']:,} tokens")
+        return state
+    if others := sorted(set(os.listdir(folder)) - {"progress.json.tmp"}):
+        raise ValueError(f"{folder} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)} and no record of a run; "
+                         "a data set needs a folder of its own.\n  Choose a new one with --out.")
+    state = fresh(command)
+    write_json(path, state)
+    return state
+
+
+def check_same(folder, then, now):
+    """Refuse to mix the work of two commands; the message lists what differs."""
+    then, now = _flat(then), _flat(json.loads(json.dumps(now)))
+    differences = ["names, sizes or dates of the files" if key.endswith("listing") else
+                   f"{key}: {then.get(key, 'not given')} then, {now.get(key, 'not given')} now"
+                   for key in {**then, **now} if then.get(key) != now.get(key)]
+    if differences:
+        raise ValueError(f"{folder} belongs to another command, or its sources have changed since. What differs:\n  "
+                         + "\n  ".join(dict.fromkeys(differences))
+                         + f"\n  Choose another --out, or delete {folder} to make it anew.")
+
+
+def _flat(tree, path=""):
+    """{"sources": [{"source": "a"}]} -> {"sources 1 source": "a"}"""
+    if not isinstance(tree, dict | list):
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree, 1)
+    return {key: value for name, branch in items for key, value in _flat(branch, f"{path} {name}".strip()).items()}
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Keep a second run out of the folder, where the system can do that; the lock goes when the process does."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being made by another process.\n  Wait for it, or choose another --out."
+                             ) from None
+        except OSError:  # network file systems without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def clean(folder, *patterns):
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# documents
+
+
+def next_source(records, weights):
+    """In the order given; of a mixture, the one with the fewest training tokens for its weight, until one ends."""
+    still = [i for i, record in enumerate(records) if not record["done"]]
+    if weights is None:
+        return still[0] if still else None
+    return min(still, key=lambda i: records[i]["train"] / weights[i]) if len(still) == len(records) else None
+
+
+class Output:
+    """Where documents go.  job: folder, sources, weights, val_fraction, max_tokens, max_bytes, shard_tokens."""
+
+    def __init__(self, job, tokenizer, state):
+        self.job, self.state, self.tokenizer = job, state, tokenizer
+        self.splits = {name: Split(job.folder, name, tokenizer, job.shard_tokens, kept)
+                       for name, kept in state["splits"].items()}
+        self.seen, self.mixture = Seen(job.folder / "seen.bin", *state["seen"]), Mixture(job.weights, state["bins"])
+        self.lengths, self.boundary = tokenizer.token_bytes(), np.array([tokenizer.boundary_id], np.uint32)
+        self.val_below = int(job.val_fraction * 2**64)
+        self.full, self.saved = False, 0.0  # full: max_tokens or max_bytes is reached
+        self.is_new, self.in_split = True, None  # of the document that is being written
+
+    def take(self, i, piece, ids):
+        """Write a piece of a document of source i, unless the document is a duplicate."""
+        if piece.first:
+            self.is_new, self.in_split = self.seen.add(piece.key), None
+            self.state["sources"][i]["duplicates"] += not self.is_new
+        if not self.is_new:
+            return
+        room = self.room(piece.first, ids)
+        self.full, ids = room <= len(ids), ids[:max(0, room)]
+        if self.state["tail"] is None:
+            self.put(i, "val" if piece.key < self.val_below else "train", ids)
+        else:
+            at = cut_at(self.state["tail"] - self.state["bytes"], ids, self.tokenizer, self.lengths)
+            self.put(i, "train", ids[:at])
+            self.put(i, "val", ids[at:])
+
+    def room(self, first, ids):
+        """How many of these ids the limits allow; more than there are, if that is not the end."""
+        room = len(ids) + 1
+        if self.job.max_tokens:
+            room = min(room, self.job.max_tokens - self.state["tokens"] - first)  # first: the boundary before them
+        if self.job.max_bytes:
+            allowed = np.searchsorted(np.cumsum(self.lengths[ids]), self.job.max_bytes - self.state["bytes"], "right")
+            room = min(room, int(allowed) + (int(allowed) == len(ids)))
+        return room
+
+    def put(self, i, name, ids):
+        if not len(ids):
+            return
+        begins, self.in_split = self.in_split != name, name  # a document begins, or the part of one in this split
+        if begins:
+            self.splits[name].write(self.boundary)
+        self.splits[name].write(ids)
+        n, size, record = begins + len(ids), int(self.lengths[ids].sum()), self.state["sources"][i]
+        for totals in (self.state, record):
+            totals["documents"] += begins
+            totals["tokens"] += n
+            totals["bytes"] += size
+        if name == "train":
+            record["train"] += n
+            self.mixture.add(i, n, begins)
+
+    def is_due(self):
+        return time.monotonic() - self.saved > SAVE_SECONDS or any(split.finished for split in self.splits.values())
+
+    def save(self):
+        """Record where we are. Only between documents, as the state knows no half ones."""
+        for name, split in self.splits.items():
+            self.state["splits"][name] = split.sync()
+        self.state.update(seen=self.seen.sync(), bins=self.mixture.bins)
+        write_json(self.job.folder / "progress.json", self.state)
+        for split in self.splits.values():
+            split.forget_parts()
+        self.saved = time.monotonic()
+
+    def finish(self):
+        for split in self.splits.values():
+            if split.n_tokens:
+                split.finish_shard()
+        ends = [source.source for source, record in zip(self.job.sources, self.state["sources"], strict=True)
+                if record["done"]]
+        self.state.update(ended=True, mixture=self.mixture.report([source.source for source in self.job.sources], ends))
+        self.save()
+        self.close()
+
+    def close(self):
+        for file in (self.seen.file, *(split.file for split in self.splits.values())):
+            file.close()  # Windows deletes no open file
+
+
+def cut_at(offset, ids, tokenizer, lengths) -> int:
+    """How many of ids lie before byte `offset` of their text; up to the end of that line, if it is near."""
+    at = int(np.searchsorted(np.cumsum(lengths[ids]), offset, "right"))
+    for end in range(at, min(at + 200, len(ids))) if at else ():
+        if tokenizer.decode_bytes([int(ids[end - 1])]).endswith(b"\n"):
+            return end
+    return at
+
+
+class Split:
+    """One split on its way to disk: finished shards, and a .part file of bare tokens for the one being filled.
+
+    A shard is made from its .part when that is full.  The .part stays until progress.json has the shard: to continue
+    from the record before, it is needed again.
+    """
+
+    def __init__(self, folder, name, tokenizer, shard_tokens, kept):
+        self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
+        self.shards, self.n_tokens = list(kept["shards"]), kept["tokens"]
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self.lengths, self.finished, self.held, self.n_held = tokenizer.token_bytes(), False, [], 0
+        keep = {shard["file"] for shard in self.shards} | {self.part().name}
+        for path in [*folder.glob(f"{name}_*.bin*"), *folder.glob(f"{name}_*.part")]:
+            if path.name not in keep:
+                path.unlink()
+        self.open_part()
+
+    def part(self):
+        return self.folder / f"{self.name}_{len(self.shards):06d}.part"
+
+    def open_part(self):
+        self.file = open(self.part(), "ab", buffering=0)  # unbuffered: a full disk shows here, not in a later close()
+        size = self.n_tokens * self.dtype.itemsize
+        if self.file.seek(0, os.SEEK_END) < size:
+            raise ValueError(f"{self.part()} is shorter than progress.json says: {size:,} bytes.\n"
+                             f"  Delete {self.folder} and start again.")
+        self.file.truncate(size)
+
+    def write(self, ids):
+        while len(ids):
+            taken = ids[:self.shard_tokens - self.n_tokens]
+            self.held.append(taken)
+            self.n_held += len(taken)
+            self.n_tokens += len(taken)
+            ids = ids[len(taken):]
+            if self.n_held >= BLOCK:
+                self.flush()
+            if self.n_tokens == self.shard_tokens:
+                self.finish_shard()
+
+    def flush(self):
+        if self.held:
+            write_all(self.file, np.concatenate(self.held).astype(self.dtype))
+        self.held, self.n_held = [], 0
+
+    def finish_shard(self):
+        self.flush()
+        self.file.close()
+        documents = size = 0
+        with ShardWriter(self.part().with_suffix(".bin"), fingerprint=self.tokenizer.fingerprint,
+                         vocab_size=self.tokenizer.vocab_size) as shard, open(self.part(), "rb") as part:
+            while len(ids := np.fromfile(part, self.dtype, BLOCK)):
+                shard.write(ids)
+                documents += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
+                size += int(self.lengths[ids].sum())
+        self.shards.append({**shard.entry, "documents": documents, "bytes": size})
+        self.n_tokens, self.finished = 0, True
+        self.open_part()
+
+    def sync(self):
+        self.flush()
+        os.fsync(self.file.fileno())
+        return {"shards": list(self.shards), "tokens": self.n_tokens}
+
+    def forget_parts(self):
+        for path in self.folder.glob(f"{self.name}_*.part"):
+            if path != self.part():
+                path.unlink()
+        self.finished = False
+
+
+class Seen:
+    """The hashes of the documents so far: in memory, and in a file to continue from.
+
+    A set for the latest, one sorted array for all before them: a Python set of everything takes ten times as much.
+    """
+
+    LIMIT, RECENT = 1 << 25, 1 << 18
+
+    def __init__(self, path, n, not_remembered):
+        self.file, self.not_remembered = open(path, "ab", buffering=0), not_remembered
+        self.file.truncate(8 * n)
+        self.old, self.recent, self.unsaved = np.sort(np.fromfile(path, "<u8", n)), set(), []
+
+    def add(self, key: int) -> bool:
+        """Whether this document is new."""
+        at = int(np.searchsorted(self.old, np.uint64(key)))
+        if key in self.recent or (at < len(self.old) and int(self.old[at]) == key):
+            return False
+        if len(self.old) + len(self.recent) >= self.LIMIT:
+            self.not_remembered += 1
+            return True
+        self.recent.add(key)
+        self.unsaved.append(key)
+        if len(self.recent) == self.RECENT:
+            self.old = np.concatenate([self.old, np.sort(np.fromiter(self.recent, "<u8", self.RECENT))])
+            self.old.sort(kind="stable")  # merges two sorted runs in one pass
+            self.recent = set()
+        return True
+
+    def sync(self):
+        write_all(self.file, np.array(self.unsaved, "<u8"))
+        os.fsync(self.file.fileno())
+        self.unsaved = []
+        return [len(self.old) + len(self.recent), self.not_remembered]
+
+
+def write_all(file, array):
+    data = memoryview(array.tobytes())
+    while data:  # a raw file may take a part of it, and fail at the rest
+        data = data[file.write(data):]
+
+
+class Mixture:
+    """How the training tokens of each source lie along the stream, in bins that double when there are too many."""
+
+    BINS, FIRST_WIDTH = 1 << 12, 64
+    POINTS = 2.0  # percentage points that are tolerated in any 1 %
+
+    def __init__(self, weights, bins):
+        self.weights = weights
+        self.bins = bins or {"width": self.FIRST_WIDTH, "full": [], "open": [0] * len(weights or ()),
+                             "length": 0, "longest": 0}  # in tokens: of the last document, of the longest
+
+    def add(self, i, n, begins):
+        """n tokens of source i; begins: a document does with them."""
+        bins = self.bins
+        bins["length"] = n if begins else bins["length"] + n
+        bins["longest"] = max(bins["longest"], bins["length"])
+        while self.weights and n:
+            taken = min(n, bins["width"] - sum(bins["open"]))
+            bins["open"][i] += taken
+            n -= taken
+            if sum(bins["open"]) == bins["width"]:
+                bins["full"].append(bins["open"])
+                bins["open"] = [0] * len(self.weights)
+            if len(bins["full"]) == self.BINS:
+                bins["full"] = np.array(bins["full"]).reshape(self.BINS // 2, 2, -1).sum(axis=1).tolist()
+                bins["width"] *= 2
+
+    def report(self, names, ends=()):
+        """Shares over all, and where one percent of the stream is farthest from the weights, in percentage points.
+
+        certain_length: with no longer documents, POINTS would hold for sure.
+        """
+        if not self.weights or not self.bins["full"]:
+            return None
+        counts, width = np.array(self.bins["full"]), self.bins["width"]
+        window = max(1, round(len(counts) / 100))
+        sums = np.cumsum(np.vstack([np.zeros_like(counts[:1]), counts]), axis=0)
+        off = np.abs((sums[window:] - sums[:-window]) / (window * width) - self.weights)
+        at, i = np.unravel_index(np.argmax(off), off.shape)
+        shares = np.round(counts.sum(axis=0) / counts.sum(), 4).tolist()
+        certain = self.POINTS / 100 * window * width / (1 + max(self.weights) * (len(self.weights) - 2))
+        return {"shares": list(zip(names, shares, strict=True)), "window_tokens": window * width,
+                "longest_document": self.bins["longest"], "certain_length": int(certain),
+                "worst_points": round(100 * float(off[at, i]), 2), "worst_source": names[i],
+                "worst_at_token": int(at) * width, "ended_with": list(ends)}

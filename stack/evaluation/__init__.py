@@ -1,0 +1,5 @@
+"""What eval.py reports besides the loss.
+
+    choices.py     multiple choice by log-likelihood
+    embeddings.py  what became of the table's rows
+"""

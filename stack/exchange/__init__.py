@@ -1,0 +1,4 @@
+"""Models and tokenizers of other programs.
+
+    hf.py         Hugging Face's names and layouts
+"""

@@ -1,0 +1,262 @@
+"""Several processes: who am I, what do the others say, and which part of the model is mine.
+
+`torchrun` starts the processes; without it there is one.  They form a mesh of two dimensions: `tp` neighbours share
+one copy of the model and read the same batches, and dp_size such copies divide the batch.  `parallelize` turns a built
+model into this process's part of it by one call, in the only order that works: tensor parallelism changes what a
+projection holds, recomputation wraps a block, the compiler sees both, data parallelism goes around it all.
+
+*ddp*: every process holds the model, gradients are averaged after the last micro batch's backward
+(DistributedDataParallel; or, since that knows no parts, by `finish_gradients` where tp is more than 1).
+
+*fsdp*: weights, gradients and optimizer state are divided over the dp ranks (FSDP2's `fully_shard`), and a block's
+weights are gathered when it runs, so that 1/dp_size of the state and one block are in memory.  Each block is a group;
+the table, learned positions, final norm and an untied head are the root group, gathered once a micro batch: a tied
+table is one parameter used at both ends, and a group of its own would be freed between them.  Built on the meta device,
+no process ever holds the whole model; initial weights are drawn parameter by parameter as one process draws them, and
+each keeps its rows.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays fp32,
+as autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains and
+biases, which are rounded too (at 1 and 0, where they start, to themselves).  Gradients are reduced after the last micro
+batch only; where there are several, each rank holds the whole of them (4 bytes a parameter) until then.
+
+Everything that decides something (stop, skip a step, best so far) is decided on values reduced over all ranks, so that
+no rank goes where another does not.  Tested with gloo on CPU; with nccl none of this has run.
+"""
+
+import copy
+import functools
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from model import GPT, compile_or_not
+from stack.cpu import kernels
+from stack.parallel import tensor_parallel
+from stack.parallel.tensor_parallel import local
+
+
+@dataclass
+class Ranks:
+    rank: int = 0  # of this process, over all machines
+    local_rank: int = 0  # on this machine: which GPU
+    world_size: int = 1
+    tp: int = 1  # processes that share one copy of the model: neighbours, rank // tp is the same
+    mesh: Any = field(default=None, compare=False)  # DeviceMesh ("dp", "tp"), or ("dp",) where tp is 1, once connected
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the batch is this process's; the tp ranks of one copy have the same."""
+        return self.rank // self.tp
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp
+
+    def sum(self, tensor):
+        """Sum over the shares of the batch, in place; returns the tensor."""
+        if self.dp_size > 1:
+            dist.all_reduce(tensor, group=self.mesh.get_group("dp"))  # sum: gloo has no average
+        return tensor
+
+    def any(self, flag: bool, device) -> bool:
+        """True on every rank if it is on one."""
+        if self.world_size == 1:
+            return flag
+        votes = torch.tensor(float(flag), device=device)
+        dist.all_reduce(votes)
+        return bool(votes > 0)
+
+    def barrier(self):
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def read_ranks(tp: int = 1) -> Ranks:
+    """What torchrun put into the environment; RANK without an address to meet at (a cluster's leftover) is no group."""
+    said = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("LOCAL_RANK", "0"),
+                                                                   ("WORLD_SIZE", "1"))}
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
+        said = dict.fromkeys(said, "0") | {"WORLD_SIZE": "1"}
+    if not all(value.isdecimal() for value in said.values()) or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
+        raise ValueError("the environment has " + ", ".join(f"{key}={value}" for key, value in said.items()) + ": RANK "
+                         "must be less than WORLD_SIZE. Start several ranks with torchrun; for a single one, unset "
+                         "RANK and MASTER_ADDR.")
+    ranks = Ranks(*map(int, said.values()), tp)
+    if ranks.world_size % tp:
+        raise ValueError(f"tp is {tp}, and {ranks.world_size} processes cannot be divided into groups of {tp}. Start a "
+                         "multiple of it (torchrun --nproc_per_node), or lower --tp.")
+    return ranks
+
+
+def connect(ranks: Ranks, device: torch.device) -> torch.device:
+    """Join the process group (nccl on CUDA, gloo elsewhere) and lay out ranks.mesh; returns this rank's device."""
+    if device.type == "cuda" and device.index is not None and ranks.world_size > 1:
+        raise ValueError(f"device is {device}, but each of the {ranks.world_size} ranks needs a GPU of its own. "
+                         "Say --device=cuda.")
+    if device.type == "cuda":
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise ValueError(f"there is no GPU for local rank {ranks.local_rank}: PyTorch sees "
+                             f"{torch.cuda.device_count()} here. Lower --nproc_per_node, or say --device=cpu.")
+        device = device if device.index is not None else torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    if ranks.world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                device_id=device if device.type == "cuda" else None)
+        shape = (ranks.dp_size, ranks.tp) if ranks.tp > 1 else (ranks.dp_size,)  # neighbours are of one tp group
+        ranks.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp")[:len(shape)])
+    return device
+
+
+def disconnect(ranks: Ranks):
+    """Leave the group at a clean end; after an exception the launcher ends the others, and asking them would hang."""
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", dtype: torch.dtype = torch.float32,
+                remat: str = "none", compile: bool = False):
+    """This process's part of a built model, to be called like it; `model` itself is changed in place.
+
+    dtype: of the matmuls, as autocast will have it.  A model on the meta device gets memory on `device` and the initial
+    weights that a whole one would have drawn from the same random state; another one is moved there.
+    """
+    sharded = dp == "fsdp" and ranks.dp_size > 1
+    if ranks.tp > 1 and dtype == torch.float16:
+        raise ValueError("dtype is float16, whose loss scaling would differ between the parts of a matrix. With tp "
+                         f"({ranks.tp}) use --dtype=bfloat16 or float32.")
+    if next(model.parameters()).is_meta:
+        draw_defaults(model)
+    else:
+        model.to(device)
+    if ranks.tp > 1:
+        tensor_parallel.apply(model, ranks.mesh["tp"])
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two dimensions, two sums
+    if remat != "none":
+        for block in model.blocks:
+            block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
+    if compile:
+        compile_blocks(model, device)
+    if sharded:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        low = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32,
+                                   cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mesh=ranks.mesh["dp"], mp_policy=low)
+        fully_shard(model, mesh=ranks.mesh["dp"], mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    if next(model.parameters()).is_meta:
+        model.to_empty(device=device)
+        for name, p in model.named_parameters():
+            full = torch.empty(p.shape, dtype=p.dtype)
+            model.init_weight(name, full)
+            fill(p, full)
+    if sharded or ranks.dp_size == 1 or ranks.tp > 1:  # DDP knows no parts: see finish_gradients
+        return model
+    return torch.nn.parallel.DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+
+def compile_blocks(model, device: torch.device):
+    if device.type == "cpu":
+        kernels.use(model)
+    for block in model.blocks:  # one code object: compiled once, used by every layer
+        block.forward = compile_or_not(block.forward, model.cfg.dropout > 0)
+
+
+def sync_gradients(replica, now: bool):
+    """Whether the next backward exchanges gradients; said before the forward, where DDP looks.  False: they add up."""
+    if hasattr(replica, "set_requires_gradient_sync"):  # FSDP's
+        replica.set_requires_gradient_sync(now)
+    elif isinstance(replica, torch.nn.parallel.DistributedDataParallel):
+        replica.require_backward_grad_sync = now
+
+
+def finish_gradients(model, ranks: Ranks):
+    """After a step's last backward: the sums that neither DDP nor FSDP takes where tensor parallelism is."""
+    if ranks.tp == 1:
+        return
+    tensor_parallel.sum_shared_gradients(model, ranks.mesh.get_group("tp"))
+    if ranks.dp_size > 1 and not hasattr(model, "set_requires_gradient_sync"):
+        grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        for sent in [dist.all_reduce(grad, group=ranks.mesh.get_group("dp"), async_op=True) for grad in grads]:
+            sent.wait()
+        torch._foreach_div_(grads, ranks.dp_size)
+
+
+@torch.no_grad()
+def whole(model, compile: bool = False):
+    """A sharded model put together on every rank, fp32, to evaluate and sample from; an unsharded one itself.
+
+    Called by all ranks together; what comes back any of them may run without the others (an uneven share of the
+    held-out windows, a sample on one).  FSDP's own forward would have them wait for each other, and counts on a
+    backward.
+    """
+    if not any(is_sharded(p) for p in model.parameters()):
+        return model
+    with torch.device("meta"):
+        put_together = GPT(model.cfg)
+    put_together.load_state_dict({name: p.full_tensor() if is_sharded(p) else p
+                                  for name, p in model.named_parameters()}, assign=True)
+    if compile:
+        compile_blocks(put_together, next(put_together.parameters()).device)
+    return put_together
+
+
+def total_norm(grads) -> torch.Tensor:
+    """The 2-norm of all gradients, whole or sharded; the same on every rank."""
+    groups = {}  # tensors of one layout: one reduction
+    for grad in grads:
+        layout = (grad.device_mesh, grad.placements) if is_sharded(grad) else None
+        groups.setdefault(layout, []).append(grad)
+    norms = [torch.nn.utils.get_total_norm(group) for group in groups.values()]
+    norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def is_sharded(tensor) -> bool:
+    """A DTensor: this process has a part of it."""
+    return hasattr(tensor, "placements")
+
+
+@torch.no_grad()
+def fill(tensor, full):
+    """Copy a whole tensor into one that may be sharded: each process takes its part, nothing is sent."""
+    if is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor
+        full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(full)
+
+
+def draw_defaults(model):
+    """Draw what PyTorch's constructors draw, and init_weights then overwrites, for a model without memory: so that the
+    random numbers behind them are those of a model built in the ordinary way."""
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            copy.deepcopy(module).to_empty(device="cpu").reset_parameters()
+
+
+def recomputed(forward, remat: str, random: bool):
+    """A block's forward that keeps less from forward to backward, and computes the rest again there.
+
+    "block" keeps the input alone, and costs one more forward; "selective" also what matmuls and attention return, and
+    costs the cheap operations between them.  random: dropout, which must draw the same again.
+    """
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    options = {}
+    if remat == "selective":
+        aten = torch.ops.aten
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, [
+            aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default, aten.bmm.default, torch.ops.stack100m.attend.default])
+
+    def call(*args):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **options)
+    return call

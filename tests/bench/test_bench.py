@@ -1,0 +1,304 @@
+"""The bench measures what it says: memory, rows that compute the same loss, one JSON object a row, a README table."""
+
+import argparse
+import contextlib
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import runs
+import torch
+from conftest import ROOT, tiny_config
+
+import model
+from bench import __main__ as bench
+from bench import peers
+from model import GPT
+from stack.counts import num_params
+from stack.exchange import hf
+
+SMALL = ["--n_tokens=96", "--d_model=16", "--vocab=512", "--dtype=float32", "--device=cpu", "--repeats=2"]
+
+
+TINY = ["--device=cpu", "--repeats=1", "--vocab_size=320", "--d_model=32", "--n_layers=1", "--n_heads=2",
+        "--n_kv_heads=1", "--head_dim=16", "--d_ff=48", "--max_seq_len=32", "--seq_len=32", "--compile=false",
+        "--dtype=float32"]
+
+
+def run(*args):
+    return subprocess.run([sys.executable, "-m", "bench", *args], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_peak_memory():
+    """The peak is what a call touches above what was held, freed again or not; what was freed before is not held."""
+    def touch(mib):
+        torch.empty(mib << 18).fill_(1.0)
+    cpu = torch.device("cpu")
+    touch(300)
+    for mib in (200, 50):
+        assert abs(bench.peak_mib(lambda mib=mib: touch(mib), cpu) - mib) < 5
+
+
+def test_seconds():
+    """One call more than repeats is made, and only the repeats are timed."""
+    calls = []
+    assert len(bench.seconds(lambda: calls.append(1), torch.device("cpu"), 4)) == 4 and len(calls) == 5
+
+
+@pytest.mark.parametrize("name", ["naive", "checkpointed 4096", "F.linear_cross_entropy accurate",
+                                  "F.linear_cross_entropy auto", "ours"])
+def test_rows_compute_the_same(name):
+    """Every row is the same loss with the same gradients (PyTorch's chunked one in fp32, where it is right)."""
+    rows = bench.head_rows(torch.device("cpu"))
+    if name not in rows:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    args = argparse.Namespace(n_tokens=96, d_model=16, vocab=512, dtype="float32")
+    hidden, weight, targets = bench.head_inputs(args, torch.device("cpu"))
+    loss = rows[name](hidden, weight, targets)
+    loss.backward()
+    for got, want in zip((loss, hidden.grad, weight.grad), bench.head_truth(hidden, weight, targets, chunk=40),
+                         strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-7)
+
+
+def test_checkpointed_chunks():
+    """The checkpointed row really works in chunks, ignored targets included."""
+    args = argparse.Namespace(n_tokens=96, d_model=16, vocab=512, dtype="float32")
+    hidden, weight, targets = bench.head_inputs(args, torch.device("cpu"))
+    targets[:30] = -100
+    chunked, whole = bench.checkpointed(hidden, weight, targets, chunk=25), bench.naive(hidden, weight, targets)
+    torch.testing.assert_close(chunked, whole)
+
+
+def test_head_table_of_chunks():
+    """`python -m bench head --chunks` prints a markdown table of chunk sizes under machine, date and command."""
+    done = run("head", "--chunks", *SMALL)
+    assert done.returncode == 0, done.stderr
+    title, _, header, rule, *body = done.stdout.splitlines()
+    assert all(part in title for part in ("`python -m bench head --chunks", torch.__version__, "96 is the default"))
+    assert header.split("|")[2].strip() == "seconds" and set(rule) == {"|", "-"}
+    assert len({len(line) for line in (header, rule, *body)}) == 1
+    assert [line.split("|")[1].strip() for line in body] == ["ours chunk 96", "floor: the matmuls"]
+
+
+def test_a_row_that_fails(monkeypatch, capsys):
+    """A row that breaks is reported on stderr, the others are still measured, and the exit code says so."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", "head", "--json", "--rows=naive", *SMALL])
+    monkeypatch.setattr(bench, "in_fresh_processes", lambda *args, **facts: [])
+    monkeypatch.setattr(bench, "matmul_rate", lambda *args: 1.0)
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    assert error.value.code == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "argv", ["bench.py", "head", *SMALL])
+    assert not bench.in_fresh_processes(argparse.Namespace(), torch.device("cpu"), ["no such row"])
+    assert "row 'no such row' failed: KeyError" in capsys.readouterr().err
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """here(*args) -> (exit code, stdout, stderr) of bench.py in this process, its rows too, with nothing compiled."""
+    def main(*argv):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, argv)])
+        bench.main()
+
+    def run_row(command, row, timeout=None, cache=None):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            try:
+                main(*command, "--row", row)
+            except Exception as error:
+                return dict(row=row, failed=f"{type(error).__name__}: {error}")
+        return json.loads(out.getvalue().splitlines()[-1])
+
+    def call(*argv):
+        code = 0
+        try:
+            main(*argv)
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+    monkeypatch.setattr(bench, "run_row", run_row)
+    monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)  # is for good, and other tests measure memory
+    monkeypatch.setitem(bench.READ_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(bench.MATMUL_SIZE, "cpu", 256)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(bench.gc, "collect", lambda: 0)  # half a second in a process full of other tests' modules
+    yield call
+    bench.compiled.cache_clear()
+    torch.compiler.set_stance("default")
+
+
+def table(out):
+    """Rows of the last markdown table, by their first cell."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line[:1] == "|"]
+    return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+
+
+def test_head_json(here):
+    """`python -m bench head --json` prints one object a row with the contract's keys."""
+    code, out, err = here("head", "--json", "--rows=naive,ours", *SMALL)
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["row"] for row in rows] == ["naive", "ours"]
+    for row in rows:
+        assert row["bench"] == "head" and row["seconds"] > 0 and row["floor_seconds"] > 0 and row["peak_mib"] >= 0
+        assert row["loss_error"] < 1e-5 and row["grad_error"] < 1e-5
+
+
+@pytest.mark.parametrize("shape", ["ours", "GPT-2", "document masks"])
+def test_plain_model_is_ours(shape):
+    """With the same weights the plain model has our loss and our gradients: it is the same work."""
+    cfg = tiny_config(vocab_size=320)
+    cfg = peers.gpt2_shape(cfg) if shape == "GPT-2" else cfg
+    ours, (plain, loss_of, _) = GPT(cfg), peers.trained("plain", cfg, "cpu")
+    plain.load_state_dict({k.replace(".attn.", ".").replace(".mlp.", "."): v for k, v in ours.state_dict().items()})
+    ids = torch.randint(0, 320, (2, 33))
+    docs = (ids[:, :-1] < 60).cumsum(1) if shape == "document masks" else None
+    losses = ours(ids[:, :-1], ids[:, 1:], docs=docs), loss_of(ids[:, :-1], ids[:, 1:], docs)
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(ours.embed.weight.grad, plain.embed.weight.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("peer", ["transformers", "litgpt"])
+def test_packages_train_our_model(peer):
+    """As many parameters as ours; transformers, which takes our weights, has our loss."""
+    pytest.importorskip(peer)
+    cfg = tiny_config(vocab_size=320)
+    ours, (theirs, loss_of, _) = GPT(cfg), peers.trained(peer, cfg, "cpu")
+    assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
+    ids = torch.randint(0, 320, (2, 32))
+    if peer == "transformers":
+        theirs.load_state_dict(hf.to_theirs(ours, hf.LLAMA), strict=False)
+        assert loss_of(ids, ids, None).item() == pytest.approx(ours(ids[:, :-1], ids[:, 1:]).item(), rel=1e-4)
+    assert loss_of(ids, ids, None).item() < 8
+
+
+def test_step_is_what_train_does(tmp_path, monkeypatch, here):
+    """The row's first loss is that of train.py's first step with the same settings on the same data."""
+    data = runs.make_data(tmp_path / "data")
+    model_cfg, cfg = runs.settings(data, tmp_path / "run", batch_tokens=64, max_steps=1, warmup_steps=1, doc_mask=False,
+                                   z_loss=0.0, n_layers=1)
+    monkeypatch.setattr(runs.train, "keep_freed_memory", lambda: None)
+    runs.train.run(model_cfg, cfg)
+    monkeypatch.setattr(bench, "step_batches", lambda folder, model_cfg, cfg, device: bench.Batches(
+        bench.TokenData(data, "train", seq_len=32), seed=cfg.seed, micro_batch_size=2))
+    row = bench.run_row(["step", *TINY, "--z_loss=0"], "ours")
+    assert row["loss"] == pytest.approx(runs.log(tmp_path / "run")[0]["loss"], rel=1e-6)
+    assert row["state_mib"] == pytest.approx(16 * num_params(model_cfg)["total"] / 2**20, abs=0.05)
+
+
+@pytest.mark.parametrize("flags", [[], ["--doc_mask", "--optimizer=muon"]])
+def test_step(here, flags):
+    """Ours and the plain peers side by side, all about as surprised as a new model is, and the floor below them."""
+    code, out, err = here("step", "--json", "--rows=ours,plain eager,plain compiled", *TINY, *flags)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (code, err, [row["row"] for row in rows]) == (0, "", ["ours", "plain eager", "plain compiled"])
+    for row in rows:
+        assert row["loss"] == pytest.approx(5.8, abs=0.2) and row["tok_per_s"] == pytest.approx(64 / row["seconds"])
+        assert 0 < row["of_floor"] < 1 and 0 <= row["data_wait"] < 1 and row["peak_mib"] >= 0
+        assert 0 < row["optimizer_of_16"] < row["optimizer_seconds"] / row["seconds"]
+    code, out, _ = here("step", "--rows=ours,plain compiled", "--deterministic", *TINY, *flags)
+    assert table(out)["plain compiled"]["x best compiled peer"] == "1" and "floor: the matmuls" in table(out)
+
+
+def test_sample(here):
+    """Every row gives the tokens asked for; limits and ratios stand beside them."""
+    sizes = ["--prompt_tokens=4", "--new_tokens=5", "--prefill_tokens=8", "--batch=3"]
+    code, out, err = here("sample", "--json", *sizes, *TINY)
+    assert code == 0, err
+    rows = {row["row"]: row for line in out.splitlines() for row in [json.loads(line)]}
+    assert list(rows) == bench.sample_rows()
+    half, quarter = (rows[f"ours {how}"]["weight_bytes"] for how in ("bf16", "int8"))
+    assert rows["ours fp32"]["weight_bytes"] == 2 * half and half > quarter > 320 * 32 * 2  # the table stays bf16
+    for row in rows.values():
+        assert row["of_bandwidth"] == pytest.approx(row["tok_per_s"] * row["weight_bytes"] / row["bytes_per_s"])
+        assert row["of_gemm"] > 0 and row["prefill_tok_per_s"] > 0
+    _, out, _ = here("sample", "--rows=ours fp32,transformers fp32", *sizes, *TINY)
+    assert table(out)["transformers fp32"]["x transformers"] == "1"
+
+
+def test_a_model_for_llama_cpp(tmp_path):
+    """The random model reaches a GGUF file with all its tensors and as many words."""
+    gguf = pytest.importorskip("gguf")
+    cfg = tiny_config(vocab_size=1000)
+    reader = gguf.GGUFReader(peers.write_gguf(cfg, tmp_path, "q8_0"))
+    assert {t.name for t in reader.tensors} == set(hf.renamed(cfg, hf.GGUF)) and len(
+        reader.fields["tokenizer.ggml.tokens"].contents()) == 1000
+
+
+def test_prepare(here):
+    """Ours beside the bare libraries over the same text."""
+    code, out, err = here("prepare", "--repeats=1", "--vocab=400", "--text", ROOT / "prepare.py", ROOT / "train.py")
+    assert code == 0, err
+    assert list(table(out)) == bench.PREPARE
+    assert [table(out)[row]["x the bare one"] for row in (bench.PREPARE[0], bench.PREPARE[3])] == ["1", "1"]
+
+
+def test_growth(here, monkeypatch):
+    """A table per axis; state grows with the depth, the head's peak not with the batch; beside each row what it costs
+    more than the one above."""
+    monkeypatch.setitem(model.CHUNK_BYTES, "cpu", 1 << 20)
+    tiny = [*TINY, "--vocab_size=4096", "--axis=micro_batch_size=8,64", "--axis=n_layers=1,2"]
+    code, out, err = here("growth", *tiny, "--json")
+    assert code == 0 and "micro_batch_size=64 done" in err, err
+    few, many, shallow, deep = rows = list(map(json.loads, out.splitlines()))
+    assert (few["tokens"], many["tokens"]) == (256, 2048) and few["state_mib"] == many["state_mib"]
+    assert deep["state_mib"] > shallow["state_mib"] and deep["row"] == "n_layers=2"
+    assert many["head_mib"] < few["head_mib"] + 8  # all of the logits would be 28 MiB more, and as much again
+    monkeypatch.setattr(bench, "in_fresh_processes", lambda *args: [rows.pop(0) for _ in args[2]])
+    monkeypatch.setitem(many, "seconds", few["seconds"] + 1)
+    monkeypatch.setitem(deep, "step_mib", shallow["step_mib"] + 3)
+    _, batch, layers = here("growth", *tiny)[1].split("Our training step")
+    assert table(batch)["64"]["us for each further token"] == f"{1e6 / 1792:.0f}"
+    assert table(layers)["2"]["KiB for each further layer"] == "3,072" and table(layers)["1"]["x the first"] == "1"
+
+
+def test_gpu_dry_run(here, monkeypatch):
+    """The script for a card runs whole on a CPU, every part of it; a part that breaks, and one there is no time for,
+    are rows like the others."""
+    code, out, err = here("gpu", *TINY)
+    assert code == 0, out + err
+    rows = table(out)
+    assert list(rows) == [what for what, _, _ in bench.gpu_parts(argparse.Namespace(
+        settings=TINY[2:], repeats=1), torch.device("cpu"))]
+    assert "TFLOP/s" in rows["ceilings"]["note"] and rows["step, 16 x 32"]["of the matmul rate"].endswith("%")
+    assert rows["sample, batch 1 and 64"]["of the bandwidth"].endswith("%")
+    parts = bench.gpu_parts
+    monkeypatch.setattr(bench, "gpu_parts", lambda *args: [
+        part for part in parts(*args) if part[2] in ("ceilings", "ours bf16")])
+    ceilings, sampled = map(json.loads, here("gpu", "--json", *TINY)[1].splitlines())
+    assert sampled["of_bandwidth"] == pytest.approx(
+        sampled["tok_per_s"] * sampled["weight_bytes"] / ceilings["read_bytes_per_s"])
+    monkeypatch.setattr(bench, "gpu_parts", lambda *args: [*parts(*args)[:2], parts(*args)[-1]])
+    monkeypatch.setattr(bench, "step_model", lambda *args: 1 / 0)
+    code, out, _ = here("gpu", *TINY)
+    (_, first), (_, broken), (_, last) = table(out).items()
+    assert code == 1 and "TFLOP/s" in first["note"] and last["ms"]
+    assert broken["note"] == "ZeroDivisionError: division by zero"
+    code, out, _ = here("gpu", "--minutes=0", *TINY)
+    assert code == 1 and {row["note"] for row in table(out).values()} == {"no time left"}
+
+
+def test_a_row_that_hangs():
+    """A row is given up when its time is over."""
+    assert bench.run_row(["head", *SMALL], "ours", timeout=0.1)["failed"] == "not ready after 0 s"
+
+
+@pytest.mark.parametrize("args, message", [
+    (["head", "--rows=nonsense"], "no row 'nonsense'"), (["head", "--device=cuda:99"], "cuda:99"),
+    (["head", "--repeats=0"], "--repeats is 0"), (["head", "--device=nonsense"], "nonsense"),
+    (["head", "--n_layers=3"], "--n_layers=3 is nothing"), (["step", "--n_layer=3"], "Did you mean n_layers"),
+    (["step", "--rows=theirs"], "no row 'theirs'"), (["growth", "--axis=width"], "no axis 'width'"),
+    (["gpu", "--rows=ours"], "no setting 'rows'")])
+def test_user_errors(args, message, monkeypatch, capsys):
+    """A wrong argument is one line on stderr and exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and message in err and len(err.splitlines()) == 1

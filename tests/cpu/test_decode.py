@@ -1,0 +1,224 @@
+"""decode.cpp computes what model.py computes, for every switch, and a model that it does not know goes another way."""
+
+import warnings
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import resident, tiny_config
+
+from model import GPT, KVCache, RMSNorm, generate, quantize_int8
+from stack.cpu import decode
+
+GPT2 = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
+SWITCHES = {
+    "defaults": {}, "gpt2": GPT2, "no-bias": {**GPT2, "bias": False}, "nope": dict(nope_every=2, qk_norm=False),
+    "untied": dict(tie_embeddings=False, embed_scale=True, logit_softcap=2.0), "bias": dict(bias=True),
+    "odd": dict(d_model=37, d_ff=53, n_heads=6, n_kv_heads=2, head_dim=10, vocab_size=299),
+    "one-key-head": dict(n_heads=5, n_kv_heads=1, head_dim=72, n_layers=3), "mha": dict(n_kv_heads=4, rope_theta=50.0),
+    "odd-head": {**GPT2, "head_dim": 9},
+    "tiles": dict(d_model=128, head_dim=64, d_ff=352)}
+
+
+def lively(**changes):
+    """A model with weights large enough that everything in it matters."""
+    model = GPT(tiny_config(**changes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def both(model, rows, pads=None, length=9, dtype=None, steps=4):
+    """Logits of some steps by decode.cpp and by model.py, [(B, V)] each, each from its own cache filled by a prompt."""
+    docs = None if pads is None else (torch.arange(32) >= torch.tensor(pads)[:, None]).int()
+    ids = torch.randint(0, model.cfg.vocab_size, (rows, length + steps))
+    caches = [KVCache(model.cfg, rows, 32, "cpu", dtype or model.embed.weight.dtype) for _ in range(2)]
+    got, want = [], []
+    with torch.inference_mode():
+        for cache in caches:
+            model.hidden(ids[:, :length], docs=docs if docs is None else docs[:, :length], cache=cache)
+        step = decode.Step(model, caches[0], docs)
+        for t in range(length, length + steps):
+            got.append(step(ids[:, t:t + 1]).clone())
+            seen = docs if docs is None else docs[:, :t + 1]
+            want.append(model.logits(model.hidden(ids[:, t:t + 1], docs=seen, cache=caches[1])[:, -1]))
+    for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+        torch.testing.assert_close(a.float(), b.float(), atol=1e-4 if a.dtype == torch.float32 else 0.3, rtol=1e-2)
+    return torch.stack(got), torch.stack(want)
+
+
+@pytest.mark.parametrize("rows, pads", [(1, None), (3, None), (3, [0, 7, 3]), (18, None)])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_equals_model(name, rows, pads):
+    """In fp32 logits and cache are model.py's: every switch, widths that fill no vector, one text or some, padded."""
+    got, want = both(lively(**SWITCHES[name]), rows, pads)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["defaults", "gpt2", "odd", "tiles"])
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("int8", [False, True])
+def test_low_precision(name, rows, int8):
+    """With weights of 16 and 8 bits it is as near to the same weights in fp32 as model.py is."""
+    model = lively(**SWITCHES[name]).bfloat16()
+    if int8:
+        quantize_int8(model)
+    torch.manual_seed(1)
+    got, plain = both(model, rows)
+    torch.manual_seed(1)
+    _, exact = both(model.float(), rows)  # the same 8 bits: their scales are fp32 then
+    assert (got - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+def test_autocast():
+    """fp32 weights with a bf16 cache, as under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = both(lively(), 2, dtype=torch.bfloat16)
+    assert (got - want).norm() < 0.02 * want.norm()
+
+
+def test_fills_the_cache():
+    """Up to its last place; a step more is refused."""
+    got, want = both(lively(), 2, length=3, steps=29)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    model = lively()
+    cache = KVCache(model.cfg, 1, 8, "cpu", torch.float32)
+    cache.length = 8
+    with pytest.raises(ValueError, match="holds 8 tokens"):
+        decode.Step(model, cache, None)(torch.tensor([[1]]))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_threads(rows):
+    """Any number of threads gives the same bits: a row belongs to one."""
+    results = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            torch.manual_seed(1)
+            results.append(both(lively(**SWITCHES["odd"]), rows)[0])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_no_growth():
+    """A step allocates nothing that stays."""
+    model = lively()
+    with torch.inference_mode():
+        cache = KVCache(model.cfg, 16, 32, "cpu", torch.float32)
+        step, ids = decode.Step(model, cache, None), torch.zeros(16, 1, dtype=torch.long)
+        step(ids)
+        before = resident()
+        for _ in range(2000):
+            cache.length = 5
+            step(ids)
+    assert resident() - before < 1 << 18  # logits kept of every step: 38 MB
+
+
+def test_generate(monkeypatch):
+    """generate() takes it, with the ids of plain decoding: unequal prompts, past the context, weights that change."""
+    monkeypatch.setattr(decode, "_decode_step", None)  # no other way
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    model = decode.use(lively())
+    for settings in ({}, dict(temperature=1.0, seed=3)):
+        plain = generate(model, prompts, max_new_tokens=40, **settings)
+        assert generate(model, prompts, max_new_tokens=40, compile=True, **settings) == plain
+    quantize_int8(model)
+    assert generate(model, prompts, max_new_tokens=20, compile=True) == generate(model, prompts, max_new_tokens=20)
+
+
+def other_norm(self, x):
+    return x.float() * 2
+
+
+def test_changed_model(monkeypatch):
+    """A model changed in model.py alone is noticed once, in words, and generates what it should."""
+    monkeypatch.setattr(RMSNorm, "forward", other_norm)
+    monkeypatch.setattr(decode, "_decode_step", plain_step)
+    model = decode.use(lively())
+    plain = generate(model, [[1, 2, 3]], max_new_tokens=9)
+    with pytest.warns(UserWarning, match="does not compute what model.py computes") as caught:
+        assert generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True) == plain
+    assert caught[0].filename == __file__  # points at the call of generate
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True) == plain
+
+
+def test_late_change(monkeypatch):
+    """A change that shows only in a longer context, here a window of 8 tokens, is noticed there."""
+    monkeypatch.setattr(decode, "_decode_step", plain_step)
+    model, attend = decode.use(lively()), F.scaled_dot_product_attention
+
+    def windowed(q, k, v, attn_mask, is_causal, **options):
+        ago = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
+        return attend(q, k, v, attn_mask=(ago >= 0) & (ago < 8), **options)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", windowed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, [[1, 2, 3]], max_new_tokens=4, compile=True)
+    plain = generate(model, [[1, 2, 3]], max_new_tokens=20)
+    with pytest.warns(UserWarning, match="seen at token 9"):
+        generate(model, [[1, 2, 3]], max_new_tokens=20, compile=True)
+    assert generate(model, [[1, 2, 3]], max_new_tokens=20, compile=True) == plain
+
+
+def test_infinite_logits(monkeypatch):
+    """A model that forbids ids is one that decode.cpp does not know; NaN is damage, and called so."""
+    monkeypatch.setattr(decode, "_decode_step", plain_step)
+    model = decode.use(lively())
+    plain = generate(model, [[1, 2, 3]], max_new_tokens=9)[0]
+    model.logits = lambda h: GPT.logits(model, h).index_fill(-1, torch.tensor(plain), -torch.inf)
+    with pytest.warns(UserWarning, match="does not compute what model.py computes"):
+        assert not set(generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True)[0]) & set(plain)
+    model = decode.use(lively())
+
+    def damage(row, token):
+        model.norm.weight.fill_(torch.nan)
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="weights are damaged"):
+        warnings.simplefilter("error")
+        generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True, on_token=damage)
+
+
+def plain_step(model, cache, docs):
+    return lambda ids: model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1])
+
+
+class OtherLinear(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("change", ["class", "shape", "dtype"])
+def test_unknown_parts(monkeypatch, change):
+    """Parts that cannot be read are left to model.py, unread."""
+    monkeypatch.setattr(decode, "_decode_step", Mock(side_effect=plain_step))
+    model = lively()
+    if change == "class":
+        model.blocks[1].attn.wo = OtherLinear(64, 64)
+    elif change == "shape":
+        model.blocks[1].mlp.w_up, model.blocks[1].mlp.w_gate = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+        model.blocks[1].mlp.w_down = torch.nn.Linear(32, 64)
+    else:
+        model = model.half()
+    plain = generate(model, [[1, 2, 3]], max_new_tokens=9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # read and compared, it would be warned about
+        assert generate(decode.use(model), [[1, 2, 3]], max_new_tokens=9, compile=True) == plain
+    assert decode._decode_step.called
+
+
+def test_no_compiler(monkeypatch):
+    """What cannot be compiled is refused, with what to do."""
+    from torch._inductor import cpp_builder
+    monkeypatch.setattr(decode, "library", decode.library.__wrapped__)
+    monkeypatch.setattr(decode, "compile_cpp", decode.compile_cpp.__wrapped__)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"another": "cpu"})  # nothing of it is cached
+
+    def missing():
+        raise RuntimeError("no g++")
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(OSError, match=r"(?s)no g\+\+.*Install a C\+\+ compiler"):
+        generate(decode.use(lively()), [[1, 2]], max_new_tokens=3, compile=True)
