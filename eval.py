@@ -199,9 +199,10 @@ def main():
         if args.choices or args.tasks:
             print(answers(args, model, tokenizer, device))
             return
-        results = [held_out(args, model, tokenizer, trained, seq_len, device)]
+        from stack.twins import compile_head
+        results = [held_out(args, compile_head(model), tokenizer, trained, seq_len, device)]
         if args.quant:
-            from model import quantize_int8
+            from stack.quantize import quantize_int8
             results.append(held_out(args, quantize_int8(model), tokenizer, trained, seq_len, device))
             results[0]["quantized"] = results[1]
         if args.json:

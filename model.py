@@ -1,25 +1,24 @@
 """The decoder, whole: ids -> vectors -> blocks -> vectors -> loss or next id.
 
-One class covers two architectures.  The defaults are Stack-100M (rotary positions, RMSNorm, SwiGLU, grouped-query
-attention with QK-norm, tied table: a Qwen3 checkpoint elsewhere); the GPT-2 switches (learned positions, LayerNorm,
-GELU, biases) make it exactly GPT-2.
+The defaults are Stack-100M (rotary positions, RMSNorm, SwiGLU, grouped-query attention with QK-norm, tied table: a
+Qwen3 checkpoint elsewhere); the GPT-2 switches make it exactly GPT-2.
 
-Two things are worth knowing before reading on.
+*The table is used twice.*  `embed.weight` (V, C) turns ids into vectors by copying rows, and the same storage, as the
+head's matrix, turns vectors into logits: one parameter, one optimizer slot, one tensor on disk.
 
-*The table is used twice.*  `embed.weight` (V, C) turns ids into vectors by copying rows, and the same storage, through
-`F.linear(h, table)`, turns vectors into logits.  There is one parameter, one optimizer slot, one tensor on disk.
+*The logits never exist.*  At V=32768, C=512 they are 64 times the hidden states, the largest tensor of a training step.
+`fused_linear_cross_entropy` walks over the tokens in chunks; as the loss is a plain mean, its gradient is known as soon
+as a chunk's softmax is, so both gradients are formed in the forward pass and the next chunk overwrites this one.
+Nothing is recomputed, nothing of size [N, V] is held.  (Checkpointed chunks, the usual answer, pay the head's matmul
+twice; Liger-Kernel showed gradient-in-forward, arXiv 2410.10989.)
 
-*The logits never exist.*  [N, V] logits are the largest tensor of a small model's training step (64 times the hidden
-states at V=32768, C=512).  `fused_linear_cross_entropy` walks over the tokens in chunks, and since the loss is a plain
-mean its gradient is known as soon as a chunk's softmax is: both gradients are formed in the forward pass and the chunk
-is overwritten by the next one.  Nothing is recomputed, nothing of size [N, V] is held.  (Checkpointed chunks, the usual
-answer, pay the head's matmul twice; Liger-Kernel showed gradient-in-forward, arXiv 2410.10989.)
+*What is computed here is the truth.*  What computes the same faster is set on a built model from outside, in place of
+`Attention.attend` and GPT's `mask`, `cross_entropy` and `decoder`, and is compared with these before it serves.
 
 Shapes: B batch, T time (queries), S keys, C d_model, H n_heads, K n_kv_heads, D head_dim, F d_ff, V padded vocabulary,
 L n_layers, N = B*T tokens.  This file imports torch and the standard library only: it can be copied out and used alone.
 """
 
-import functools
 import math
 import warnings
 from dataclasses import dataclass
@@ -66,17 +65,15 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """Every impossible setting, as sentences a user can act on; empty when the config is sound."""
-        found = []
-        positive = ("vocab_size", "vocab_multiple", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
-        for name in (*positive, "max_seq_len", "rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                found.append(f"{name} ({getattr(self, name)}) must be positive.")
+        positive = ("vocab_size", "vocab_multiple", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff",
+                    "max_seq_len", "rope_theta", "norm_eps")
+        found = [f"{name} ({getattr(self, name)}) must be positive." for name in positive
+                 if not getattr(self, name) > 0]
         for name in ("pos", "norm", "mlp"):
             if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name])):
                 found.append(f"{name} ({getattr(self, name)!r}) must be one of {choices}.")
-        for name in ("nope_every", "logit_softcap"):
-            if getattr(self, name) < 0:
-                found.append(f"{name} ({getattr(self, name)}) must be 0 (off) or positive.")
+        found += [f"{name} ({getattr(self, name)}) must be 0 (off) or positive."
+                  for name in ("nope_every", "logit_softcap") if getattr(self, name) < 0]
         if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
             fits = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
             found.append(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}). "
@@ -95,15 +92,13 @@ class ModelConfig:
 # The loss head
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # logits alive at a time, see default_chunk
-COMPILE_FROM = 1 << 22  # logits per call from which compiling the chunk arithmetic pays for itself
 
 
 def default_chunk(n_tokens: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
     """Tokens per chunk: as many as keep one chunk of logits within CHUNK_BYTES, evened out over the chunks.
 
-    Small chunks keep the logits in cache while they are turned into gradients but add a pass over the weight gradient
-    each; large ones feed the matmuls better.  README has the measured table behind the byte counts.
-    """
+    Small chunks keep the logits in cache while they become gradients but add a pass over the weight gradient each;
+    large ones feed the matmuls better.  docs/speed.md has the measured table behind the byte counts."""
     budget = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     largest = max(budget // (vocab * dtype.itemsize), 16)
     if dtype == torch.float16:  # ends at 65504, and gradients are summed over the chunk before they are averaged
@@ -112,14 +107,13 @@ def default_chunk(n_tokens: int, vocab: int, dtype: torch.dtype, device_type: st
     return max(math.ceil(n_tokens / chunks), 1)
 
 
-def _chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
-                      grad: bool):
+def chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
+                     grad: bool):
     """Loss per token of one chunk; with `grad` the logits are overwritten by scale * dloss/dlogits.
 
-    logits (n, V) in the matmul's dtype, targets (n,), scale (n,) fp32 -> loss (n,) fp32, 0 where ignored.  Everything
-    between reading and writing the logits is fp32 (fp64 for fp64): bf16 has 8 bits, and a loss near 10.4 would move in
-    steps of 0.06; softmax - onehot would cancel for a confident row.
-    """
+    logits (n, V) in the matmul's dtype, targets (n,), scale (n,) fp32 -> loss (n,) fp32, 0 where ignored.  In between
+    all is fp32 (fp64 for fp64): bf16 has 8 bits, a loss near 10.4 would move in steps of 0.06, and softmax - onehot
+    would cancel for a confident row."""
     x = logits[:, :n_vocab]  # pad columns take part in nothing
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if softcap:
@@ -143,66 +137,13 @@ def _chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z
         if softcap:
             d = d * (1 - capped * capped)
         logits[:, :n_vocab] = (d * (scale * valid)[:, None]).to(logits.dtype)
-        if n_vocab < logits.shape[1]:
-            logits[:, n_vocab:] = 0
+        logits[:, n_vocab:] = 0
     return torch.where(valid, loss, 0)
 
 
-def compile_or_not(function, random: bool = False):
-    """torch.compile(function) for fixed shapes; the function itself, with one warning, where nothing compiles.
-
-    On a CPU cheap operations are done again in the backward pass: 2.3 GB where keeping their results took 2.9 GB, and
-    no slower (Stack-100M, 2 x 1024 tokens, 2 cores); operators of ours, like attention, are not cheap and are kept.
-    GPUs, not measured, keep PyTorch's choice.  random: dropout, which PyTorch (2.13) would do again too, with other
-    random numbers.
-    """
-    fast = torch.compile(function, dynamic=False)
-
-    def call(*args):
-        try:
-            with torch._functorch.config.patch(aggressive_recomputation=not random and not torch.cuda.is_available(),
-                                               is_non_builtin_to_include=True):
-                return fast(*args)
-        except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
-            if not is_compilers(error):
-                raise
-            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
-                          f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
-            torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
-            return function(*args)
-    return call
-
-
-def is_compilers(error: Exception) -> bool:
-    """Raised by torch.compile itself, not by what it compiled."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
-_compiled = functools.cache(compile_or_not)
-
-
-def run_chunk(function, logits, *args):
-    """function(logits, *args), compiled where that pays: logits (n, V), tensors among args (n, ...)."""
-    if logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or len(logits) < 2:
-        return function(logits, *args)
-    for tensor in (logits, *(x for x in args if isinstance(x, torch.Tensor))):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one graph for all chunk lengths; a length of 1 would get its own
-    return _compiled(function)(logits, *args)
-
-
-def _add(total, part):
-    """total (V, C) fp32 += part (V, C), in blocks: at once, PyTorch on a CPU first makes an fp32 copy of all of part,
-    on fresh pages, which takes seven times as long as the addition."""
-    rows = max((1 << 20) // total.shape[1], 1) if total.device.type == "cpu" else len(total)
-    for some, more in zip(total.split(rows), part.split(rows), strict=True):
-        some += more
-
-
 def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw: bool):
-    """One pass over the tokens.  hidden (N, C), weight (V, C), same dtype -> loss (N,), dh (N, C), dw (V, C) fp32.
-
-    dh and dw are gradients of sum(scale * loss), or None where not wanted.
-    """
+    """One pass over the tokens.  hidden (N, C), weight (V, C), same dtype -> loss (N,), dh (N, C), dw (V, C) fp32: the
+    gradients of sum(scale * loss), or None where not wanted."""
     n_vocab, ignore_index, z_loss, softcap, chunk, arithmetic = options
     N, V = hidden.shape[0], weight.shape[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -213,6 +154,7 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
     dw = dw_like(weight, dtype=wide) if want_dw else None
     buffer = hidden.new_empty(min(chunk, N), V)  # one chunk of logits, reused: fresh pages cost as much as the matmul
     dw_chunk = torch.empty_like(weight) if want_dw and N > chunk else None
+    rows = max((1 << 20) // weight.shape[1], 1) if weight.device.type == "cpu" else V
     for start in range(0, N, chunk):
         h = hidden[start:start + chunk]  # (n, C)
         logits = torch.mm(h, weight.t(), out=buffer[:len(h)])  # (n, V)
@@ -225,8 +167,10 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
             torch.addmm(dw, logits.t(), h, beta=int(start > 0), out=dw)
         elif want_dw and start == 0:
             dw.copy_(torch.mm(logits.t(), h, out=dw_chunk))
-        elif want_dw:
-            _add(dw, torch.mm(logits.t(), h, out=dw_chunk))  # sums over chunks in fp32
+        elif want_dw:  # summed in fp32; in blocks, since at once a CPU first makes an fp32 copy, on fresh pages
+            torch.mm(logits.t(), h, out=dw_chunk)
+            for total, part in zip(dw.split(rows), dw_chunk.split(rows), strict=True):
+                total += part
     return loss, dh, dw
 
 
@@ -248,8 +192,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         ctx.norm = mantissa / count if mean else torch.ones_like(count)  # 2**-k
         # "none" meets a gradient per token, which the weight gradient needs before the sum over tokens: recompute there
         form = reduction != "none" and grad_enabled
-        want_dh, want_dw = ctx.needs_input_grad[0] and form, ctx.needs_input_grad[1] and form
-        loss, *grads = _walk_chunks(low_hidden, low_weight, targets, scale, options, want_dh, want_dw)
+        wanted = [form and needed for needed in ctx.needs_input_grad[:2]]
+        loss, *grads = _walk_chunks(low_hidden, low_weight, targets, scale, options, *wanted)
         ctx.save_for_backward(hidden, weight, targets)
         ctx.scale, ctx.options, ctx.dtype, ctx.formed = scale, options, dtype, grads if form else None
         return loss if reduction == "none" else loss.sum() / count if mean else loss.sum()
@@ -267,12 +211,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         else:
             (dh, dw), ctx.formed = ctx.formed, None  # handed over: autograd need not copy what nobody else holds
             factor = factor.reshape(1, 1)  # a 0-dim factor would be rounded to bf16, or overflow fp16, on CUDA
-            if dh is not None:
-                dh = torch.mul(dh, factor, out=dh if dh.dtype == hidden.dtype else None)
-            if dw is not None:
-                dw.mul_(factor)
-        return (dh if dh is None else dh.to(hidden.dtype), dw if dw is None else dw.to(weight.dtype),
-                None, None, None, None, None)
+            dh = dh if dh is None else torch.mul(dh, factor, out=dh if dh.dtype == hidden.dtype else None)
+            dw = dw if dw is None else dw.mul_(factor)
+        grads = (d if d is None else d.to(x.dtype) for d, x in ((dh, hidden), (dw, weight)))
+        return *grads, None, None, None, None, None
 
 
 def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -100, z_loss: float = 0.0,
@@ -282,12 +224,10 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
     """cross_entropy(softcap(hidden @ weight.T), targets) + z_loss * logsumexp**2, without the [N, V] logits.
 
     hidden (N, C), weight (V, C), targets (N,) int64 -> () or, for "none", (N,); fp32 (fp64 for fp64 inputs).  Matmuls
-    run in the autocast dtype if autocast is on, else in hidden's.  Both terms are averaged over the valid (not ignored)
-    tokens; without any, "mean" is 0 with zero gradients (PyTorch gives NaN).  n_valid_vocab: columns from there on are
-    padding and take no part.  n_rows: tensor_parallel.py's, for a weight that is one rank's share of n_rows rows.
-    arithmetic: its, or kernels.py's, instead of _chunk_arithmetic.  Raises ValueError on a target outside the
-    vocabulary; on an accelerator, where asking would stall the queue, the loss becomes NaN instead.
-    """
+    run in autocast's dtype if it is on, else in hidden's.  Both terms are averaged over the valid (not ignored) tokens;
+    without any, "mean" is 0 with zero gradients (PyTorch gives NaN).  n_valid_vocab: columns from there on are padding.
+    n_rows: for a weight that is one rank's share of n_rows rows.  arithmetic: what stands in for chunk_arithmetic.
+    Raises ValueError on a target outside the vocabulary; on accelerators, where asking stalls the queue, gives NaN."""
     n_rows = n_rows or weight.shape[0]
     n_vocab = n_rows if n_valid_vocab is None else n_valid_vocab
     if reduction not in ("mean", "sum", "none"):
@@ -300,20 +240,15 @@ def fused_linear_cross_entropy(hidden, weight, targets, *, ignore_index: int = -
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a positive number of tokens, or None to choose it.")
     outside = ((targets < 0) | (targets >= n_vocab)) & (targets != ignore_index)
-    if targets.device.type == "cpu":
-        if outside.any():
-            raise ValueError(f"target {int(targets[outside][0])} is outside the vocabulary of {n_vocab}. Ids must be "
-                             f"0..{n_vocab - 1}, or {ignore_index} to be ignored: do tokenizer and model fit together?")
-    else:
-        targets = torch.where(outside, 0, targets)  # keep the gather in bounds; poisoned below
+    if targets.device.type == "cpu" and outside.any():
+        raise ValueError(f"target {int(targets[outside][0])} is outside the vocabulary of {n_vocab}. Ids must be "
+                         f"0..{n_vocab - 1}, or {ignore_index} to be ignored: do tokenizer and model fit together?")
+    targets = torch.where(outside, 0, targets)  # keep the gather in bounds; poisoned below
     device_type = hidden.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
-    arithmetic = arithmetic or functools.partial(run_chunk, _chunk_arithmetic)
-    options = (n_vocab, ignore_index, z_loss, softcap, chunk, arithmetic)
+    options = (n_vocab, ignore_index, z_loss, softcap, chunk, arithmetic or chunk_arithmetic)
     loss = _FusedLinearCrossEntropy.apply(hidden, weight, targets, reduction, options, dtype, torch.is_grad_enabled())
-    if targets.device.type != "cpu":
-        loss = loss + torch.where(outside.any() if reduction != "none" else outside, float("nan"), 0.0)
-    return loss
+    return loss + torch.where(outside.any() if reduction != "none" else outside, float("nan"), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,36 +267,6 @@ class RMSNorm(nn.Module):
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return (y * self.weight).to(x.dtype)
-
-
-class Int8Linear(nn.Module):
-    """A linear of whole numbers: weights of 8 bits, one scale per row, rounded to nearest; activations as they come."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        scale = (linear.weight.float().abs().amax(1) / 127).clamp(min=1e-12)  # (out,)
-        self.register_buffer("weight", (linear.weight.float() / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale.to(linear.weight.dtype))
-        self.bias = linear.bias
-
-    def forward(self, x):
-        # a kernel for few rows that does not check what it reads; many rows are unpacked first
-        if x.device.type == "cpu" and x.numel() <= 8 * x.shape[-1] and not any(n % 64 for n in self.weight.shape):
-            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale).view(*x.shape[:-1], -1)
-        else:
-            y = F.linear(x, self.weight.to(x.dtype)) * self.scale
-        return y if self.bias is None else y + self.bias
-
-
-def quantize_int8(model):
-    """Make the blocks' linears Int8Linear, in place, for inference; returns the model.  Table and head keep their
-    format: they are read by the row, or decide between close logits."""
-    for block in model.blocks:
-        for part in (block.attn, block.mlp):
-            for name, child in part.named_children():
-                if isinstance(child, nn.Linear):
-                    setattr(part, name, Int8Linear(child))
-    return model
 
 
 def make_norm(cfg: ModelConfig) -> nn.Module:
@@ -383,58 +288,25 @@ def apply_rope(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-@functools.cache
-def _flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def _attend_once(q, k, v, mask):
-    """Attention of a single query, for the compiler to fuse.  q (B, H, 1, D), k, v (B, K, S, D), mask bool (B or 1, 1,
-    1, S) -> (B, H, 1, D)."""
-    B, H, _, D = q.shape
-    q = q.view(B, k.shape[1], -1, 1, D).float()  # (B, K, H/K, 1, D)
-    scores = (q * k[:, :, None].float()).sum(-1) / math.sqrt(D)  # (B, K, H/K, S)
-    weights = torch.where(mask, scores, -torch.inf).softmax(-1)
-    return (weights[..., None] * v[:, :, None].float()).sum(-2).to(v.dtype).view(B, H, 1, D)
-
-
 class KVCache:
-    """Keys and values of the tokens seen so far, for all layers: two tensors (L, B, K, S, D), filled up to `length`.
-
-    `still`: from now on every step is one token, attends to the whole buffer under a mask and finds its place in a
-    tensor, so that all steps are one program: for torch.compile and CUDA graphs.
-    """
+    """Keys and values of the tokens seen so far, for all layers: two tensors (L, B, K, S, D), filled up to `length`."""
 
     def __init__(self, cfg: ModelConfig, batch_size: int, max_len: int, device, dtype):
         shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_len, cfg.head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.length = 0  # the model advances it once, after the last layer
-        self.position = None  # (1,) once still: `length` as the programs see it
-
-    def still(self):
-        self.position = torch.tensor([self.length], device=self.k.device)
 
     def places(self, T: int):
-        """Positions of T new tokens (T,), and how many positions there are for them to attend to."""
+        """Positions of T new tokens (T,), how many positions there are to attend to, whether that takes a mask."""
         end, size = self.length + T, self.k.shape[3]
         if end > size:
             raise ValueError(f"the cache holds {size} tokens and {end} are needed. Make it larger.")
-        if self.position is not None:
-            return self.position, size
-        return torch.arange(self.length, end, device=self.k.device), end
-
-    def advance(self, T: int):
-        self.length += T
-        if self.position is not None:
-            self.position += T
-
+        return torch.arange(self.length, end, device=self.k.device), end, T > 1 and self.length > 0
 
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.head_dim, self.dropout, self.kernel = cfg.head_dim, cfg.dropout, None  # kernels.py sets the last
+        self.head_dim, self.dropout = cfg.head_dim, cfg.dropout
         self.wq = nn.Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias)
         self.wk = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
         self.wv = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
@@ -443,10 +315,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x, rope, mask, cache=None):
-        """x (B, T, C); rope (cos, sin) or None; mask: None = causal, bool (B or 1, 1, T, S), or a BlockMask.
-
-        cache: this layer's keys and values (B, K, S, D), and the positions (T,) in them that are x's.
-        """
+        """x (B, T, C); rope (cos, sin) or None; mask None or GPT.mask's -> (B, T, C).  cache: this layer's keys and
+        values (B, K, S, D), and the positions (T,) in them that are x's."""
         B, T, _ = x.shape
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # (B, T, H, D); -1: a sharded wq has fewer heads
         k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # (B, T, K, D)
@@ -456,19 +326,15 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         if cache is not None:
             k, v = cache[0].index_copy_(2, cache[2], k), cache[1].index_copy_(2, cache[2], v)  # (B, K, S, D)
-        gqa, dropout = q.shape[1] != k.shape[1], self.dropout if self.training else 0.0
-        compiling = torch.compiler.is_compiling() and not dropout
-        if compiling and cache is not None and T == 1:
-            y = _attend_once(q, k, v, mask)
-        elif compiling and self.kernel is not None and cache is None and T >= 64:
-            y = self.kernel(q, k, v, mask)
-        elif mask is None or isinstance(mask, torch.Tensor):
-            # is_causal aligns top-left, right only without a past (T == S); one query (T == 1) needs no mask at all
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
-                                               enable_gqa=gqa, dropout_p=dropout)
-        else:
-            y = _flex_attention()(q, k, v, block_mask=mask, enable_gqa=gqa)
+        y = self.attend(q, k, v, mask)
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+
+    def attend(self, q, k, v, mask):
+        """q (B, H, T, D); k, v (B, K, S, D); mask None = causal, or bool (B or 1, 1, T, S) -> (B, H, T, D)."""
+        # is_causal aligns top-left, right only without a past (T == S); one query (T == 1) needs no mask at all
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1,
+                                              enable_gqa=q.shape[1] != k.shape[1],
+                                              dropout_p=self.dropout if self.training else 0.0)
 
 
 class MLP(nn.Module):
@@ -499,7 +365,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids to loss or logits.  Linears are named wq wk wv wo w_gate w_up w_down; the table is `embed.weight`."""
 
-    cross_entropy = staticmethod(fused_linear_cross_entropy)  # tensor_parallel.py and kernels.py set another
+    cross_entropy = staticmethod(fused_linear_cross_entropy)
+    decoder = None  # of model, cache and docs: a function of the newest ids (B, 1) to logits (B, vocab_size)
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -512,17 +379,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.norm = make_norm(cfg)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.d_model, cfg.padded_vocab_size, bias=False)
-        self.decoder = None  # decode.py sets it
-        self.init_weights()
-
-    def init_weights(self):
-        """Tables and linears N(0, 0.02²); wo and w_down N(0, 0.02²/2L), so that 2L residual additions of unit branches
-        keep the stream's variance; gains 1, biases 0."""
         for name, p in self.named_parameters():
             self.init_weight(name, p)
 
     def init_weight(self, name: str, p):
-        """One parameter's initial values, written to p; of a sharded model they are drawn whole and then divided."""
+        """Initial values of one parameter, written to p: tables and linears N(0, 0.02²); wo and w_down N(0, 0.02²/2L),
+        so that 2L residual additions of unit branches keep the stream's variance; gains 1, biases 0."""
         if p.ndim == 2:
             residual = name.endswith(("wo.weight", "w_down.weight"))
             nn.init.normal_(p, std=INIT_STD / math.sqrt(2 * self.cfg.n_layers) if residual else INIT_STD)
@@ -534,36 +396,26 @@ class GPT(nn.Module):
         """(V, C): the table itself when tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def _mask(self, where, size: int, docs, cached: bool):
-        """What queries at the positions `where` (T,) may see of `size` keys; None where that is all before them."""
-        T, device = len(where), where.device
-        dropout = self.training and self.cfg.dropout > 0
-        if docs is not None and device.type == "cuda" and not cached and not dropout:  # FlexAttention has no dropout
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            def same_document(b, h, q, k):
-                return (q >= k) & (docs[b, q] == docs[b, k])
-            return create_block_mask(same_document, len(docs), None, T, T, device=device, _compile=True)
-        causal = (torch.arange(size, device=device) <= where[:, None])[None, None]  # (1, 1, T, S)
-        return causal if docs is None else causal & (docs[:, None, where, None] == docs[:, None, None])  # (B, 1, T, S)
+    def mask(self, where, size: int, docs):
+        """What queries at the positions `where` (T,) may see of S = size keys: bool (B or 1, 1, T, S), for
+        Attention.attend.  docs (B, S) or None, as in `hidden`."""
+        causal = (torch.arange(size, device=where.device) <= where[:, None])[None, None]  # (1, 1, T, S)
+        return causal if docs is None else causal & (docs[:, None, where, None] == docs[:, None, None])
 
     def hidden(self, ids, *, docs=None, cache: KVCache | None = None):
         """Everything up to the final norm.  ids (B, T) -> (B, T, C).
 
-        docs (B, S): the document number of each token, those in the cache first.  Attention stays within equal numbers,
-        learned positions restart where the number changes.
-        """
+        docs (B, S or more): the document of each token, those in the cache first.  Attention stays within equal
+        numbers, learned positions restart where the number changes."""
         T, past = ids.shape[1], 0 if cache is None else cache.length
         if past + T > self.cfg.max_seq_len:
             raise ValueError(f"{past + T} tokens do not fit the context of max_seq_len ({self.cfg.max_seq_len}). "
                              "Shorten the input.")
         if ids.device.type == "cpu":  # elsewhere the check would wait for the device; data.py checks batches when made
             check_ids(ids, self.cfg.vocab_size)
-        where, size = cache.places(T) if cache is not None else (torch.arange(T, device=ids.device), T)
-        mask = None
-        still = cache is not None and cache.position is not None  # one program for all steps: always with a mask
-        if docs is not None or still or size != T and (T > 1 or size != past + 1):
-            mask = self._mask(where, size, docs, cache is not None)
+        where, size, masked = (torch.arange(T, device=ids.device), T, False) if cache is None else cache.places(T)
+        docs = None if docs is None else docs[:, :size]
+        mask = self.mask(where, size, docs) if masked or docs is not None else None
         positions = where  # (T,)
         if docs is not None and self.pos_embed is not None:  # rotary scores depend on distances only
             first = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0), value=True)
@@ -572,9 +424,8 @@ class GPT(nn.Module):
         x = self.embed(ids)  # (B, T, C): row copies; equal to one_hot(ids) @ table at none of its cost
         if self.cfg.embed_scale:
             x = x * math.sqrt(self.cfg.d_model)
-        rope = None
         if self.pos_embed is not None:
-            x = x + self.pos_embed(positions)
+            x, rope = x + self.pos_embed(positions), None
         else:  # tables are computed per call: nothing to save, nothing that .to(bfloat16) could round
             rope = rope_tables(positions, self.cfg.head_dim, self.cfg.rope_theta)
         x = self.drop(x)
@@ -583,7 +434,7 @@ class GPT(nn.Module):
             past = None if cache is None else (cache.k[i, :, :, :size], cache.v[i, :, :, :size], where)
             x = block(x, rope if rotated else None, mask, past)
         if cache is not None:
-            cache.advance(T)
+            cache.length += T
         return self.norm(x)
 
     def logits(self, hidden):
@@ -594,7 +445,7 @@ class GPT(nn.Module):
 
     def forward(self, ids, targets=None, *, docs=None, cache: KVCache | None = None, z_loss: float = 0.0,
                 reduction: Literal["mean", "sum", "none"] = "mean"):
-        """ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), -100 = ignored -> loss () or (B*T,)."""
+        """ids (B, T) -> logits (B, T, vocab_size); with targets (B, T), -100 = ignored -> loss () or (B*T,) alone."""
         h = self.hidden(ids, docs=docs, cache=cache)
         if targets is None:
             return self.logits(h)
@@ -620,11 +471,9 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
                 generator=None):
     """Choose one id per row.  logits (B, V) -> (B, 1).
 
-    temperature 0 takes the most likely id (the lowest of equals).  top_k keeps exactly k ids (0 = off), top_p
-    the smallest set of most likely ids with at least that much probability, min_p (arXiv 2407.01082) the ids at least
-    min_p times as likely as the best.  They apply in this order.  Raises ValueError on NaN or inf logits
-    and on senseless settings.
-    """
+    temperature 0 takes the most likely id (the lowest of equals).  Then, in this order, top_k keeps exactly k ids (0 =
+    off), top_p the smallest set of most likely ids with at least that much probability, min_p (arXiv 2407.01082) those
+    at least min_p times as likely as the best.  Raises ValueError on NaN or inf logits and on senseless settings."""
     if not temperature >= 0 or not 0 <= top_p <= 1 or not 0 <= min_p <= 1:
         raise ValueError(f"temperature {temperature}, top_p {top_p}, min_p {min_p}: temperature must be 0 or more, "
                          "top_p and min_p between 0 and 1.")
@@ -649,58 +498,18 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
     return torch.multinomial(probs, 1, generator=generator)
 
 
-def _decode_step(model: GPT, cache: KVCache, docs):
-    """A function of ids (B, 1) to logits (B, vocab_size), compiled; on CUDA recorded as one graph and replayed."""
-    for block in model.blocks:  # one program for all of them
-        block.compile(dynamic=False, options={"size_asserts": False})
-    head = _compiled(GPT.logits)
-    cache.still()
-
-    def step(ids):
-        try:
-            return head(model, model.hidden(ids, docs=docs, cache=cache)[:, -1])
-        except Exception as error:
-            if not is_compilers(error):
-                raise
-            raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
-                          "  Install a C++ compiler, or generate without compiling.") from error
-    if model.embed.weight.device.type != "cuda":
-        return step
-    length, ids = cache.length, torch.zeros(cache.k.shape[1], 1, dtype=torch.long, device=cache.k.device)
-
-    def back():  # what a trial wrote is overwritten by the first true step
-        cache.length = length
-        cache.position.fill_(length)
-    for _ in range(2):  # compile and warm up outside of the recording
-        step(ids)
-        back()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step(ids)
-    back()
-
-    def replay(chosen):
-        ids.copy_(chosen)
-        graph.replay()
-        cache.length += 1  # the position moves in the graph
-        return logits
-    return replay
-
-
 @torch.inference_mode()
-def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
-             top_p: float = 1.0, min_p: float = 0.0, stop_ids=(), seed: int | None = None, use_cache: bool = True,
-             compile: bool = False, on_token=None) -> list[list[int]]:
-    """Continue each prompt; returns the new ids, without the stop id that ended a row.
+def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+             min_p: float = 0.0, stop_ids=(), seed: int | None = None, use_cache: bool = True,
+             on_token=None) -> list[list[int]]:
+    """Continue each prompt, a list of ids or a row of a tensor (B, T); returns the new ids, without the stop id that
+    ended a row.
 
     Prompts may differ in length: rows are padded on the left, as if by another document, so that a row's probabilities
     do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
-    and goes on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same.
-    compile: one compiled program for all tokens after the first.  The first time it costs some ten seconds, or three
-    where decode.py is attached; it is kept for other processes.
-    """
-    limit = model.cfg.max_seq_len
+    and goes on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same."""
+    limit, device = model.cfg.max_seq_len, model.embed.weight.device
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")
     for row, prompt in enumerate(prompts):
@@ -710,49 +519,37 @@ def generate(model: GPT, prompts: list[list[int]], *, max_new_tokens: int, tempe
     if any(len(p) > limit for p in prompts):
         warnings.warn(f"a prompt of {max(map(len, prompts))} tokens is longer than the context of {limit}: its "
                       "beginning is left out.", stacklevel=3)
-    device = model.embed.weight.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else model.embed.weight.dtype
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    stop_ids = set(stop_ids)
-    contexts = [list(p[-limit:]) for p in prompts]
-    new: list[list[int]] = [[] for _ in prompts]
-    alive = [True] * len(prompts)
-    cache = chosen = None
+    contexts = [list(map(int, p[-limit:])) for p in prompts]
+    new, alive = [[] for _ in contexts], [True] * len(contexts)
     was_training = model.training
     model.eval()
     try:
-        for step in range(max_new_tokens if prompts else 0):
-            if chosen is None or not use_cache or max(map(len, contexts)) > limit:  # the first step, or one overflows
+        for step in range(max_new_tokens if contexts else 0):
+            if step == 0 or not use_cache or max(map(len, contexts)) > limit:  # all of it is read, once or again
                 contexts = [c[-max(limit // 2, 1):] if len(c) > limit else c for c in contexts]
                 longest = max(map(len, contexts))
-                size = min(limit, longest + max_new_tokens - step)
-                if compile:  # few sizes, for few compilations
-                    size = min(limit, max(1 << (size - 1).bit_length(), 128))
-                cache = KVCache(model.cfg, len(prompts), size, device, dtype) if use_cache else None
+                size = min(limit, max(1 << (longest + max_new_tokens - step - 1).bit_length(), 128))  # few compilations
+                cache, decode = KVCache(model.cfg, len(contexts), size, device, dtype) if use_cache else None, None
                 pads = [longest - len(c) for c in contexts]
                 ids = torch.tensor([[0] * n + c for n, c in zip(pads, contexts, strict=True)], device=device)  # (B, S)
-                docs = None
-                if any(pads):  # they are a document of their own
-                    docs = (torch.arange(size) >= torch.tensor(pads)[:, None]).int().to(device)  # (B, size)
+                # pads are a document of their own; (B, size)
+                docs = (torch.arange(size) >= torch.tensor(pads)[:, None]).int().to(device) if any(pads) else None
+            elif model.decoder is not None:
+                decode = decode or model.decoder(model, cache, docs)
+            if decode is None:
                 with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
-                    h = model.hidden(ids, docs=docs if docs is None else docs[:, :longest], cache=cache)[:, -1]
-                    logits = model.logits(h)
-                if compile and use_cache and step + 1 < max_new_tokens:
-                    decode = (model.decoder or _decode_step)(model, cache, docs)
-            elif compile:
-                logits = decode(chosen)
+                    logits = model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1])
             else:
-                with torch.compiler.set_stance("force_eager"):
-                    seen = docs if docs is None else docs[:, :cache.length + 1]
-                    logits = model.logits(model.hidden(chosen, docs=seen, cache=cache)[:, -1])
-            chosen = sample_next(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                                 generator=generator)
-            for row, token in enumerate(chosen[:, 0].tolist()):
+                logits = decode(ids)
+            ids = sample_next(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                              generator=generator)
+            for row, token in enumerate(ids[:, 0].tolist()):
                 contexts[row].append(token)
-                if alive[row] and token in stop_ids:
-                    alive[row] = False
-                elif alive[row]:
+                alive[row] = alive[row] and token not in stop_ids
+                if alive[row]:
                     new[row].append(token)
                     if on_token is not None:
                         on_token(row, token)

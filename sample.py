@@ -65,7 +65,7 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
     def draw(rows: int, seed: int, on_token=None):
         return generate(model, [ids] * rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
                         top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed, on_token=on_token,
-                        compile=args.compile, stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
+                        stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
 
     def emit(text: str):
         sys.stdout.write(text)
@@ -139,11 +139,11 @@ def main():
         device = pick_device(args.device)
         model, tokenizer, _ = load_model(args.run, device=device, dtype=pick_dtype(args.dtype, device))
         if args.quant:
-            from model import quantize_int8
+            from stack.quantize import quantize_int8
             quantize_int8(model)
         if args.compile:
-            from stack.cpu import decode
-            decode.use(model)
+            from stack.twins import fast_decoding
+            fast_decoding(model)
         if prompt is not None:
             sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids)
             return

@@ -62,16 +62,18 @@ except ModuleNotFoundError as error:
     not_installed(error, "bench")
 
 from bench import peers
-from model import GPT, ModelConfig, default_chunk, fused_linear_cross_entropy, generate, quantize_int8
+from model import GPT, ModelConfig, default_chunk, fused_linear_cross_entropy, generate
+from stack.compiled import chunk_arithmetic as compiled_arithmetic
 from stack.config import TrainConfig, as_command, load
 from stack.counts import flops_per_token
-from stack.cpu import decode
 from stack.cpu.kernels import chunk_arithmetic
 from stack.data.batches import Batches, TokenData
 from stack.data.shards import write_meta, write_shard
 from stack.device import DTYPES, autocast, keep_freed_memory, machine, peak_flops, pick_device, pick_dtype
 from stack.optim import make_optimizers
 from stack.parallel.parallel import Ranks, parallelize
+from stack.quantize import quantize_int8
+from stack.twins import fast_decoding
 
 ROOT = Path(__file__).resolve().parent.parent
 # What is timed for the ceilings: far beyond any cache, and long against starting a kernel
@@ -276,7 +278,7 @@ def head_rows(device) -> dict:
                                 ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy)):
         if device.type == "cuda" and peers.installed(package):
             rows[name] = call
-    how = dict(arithmetic=chunk_arithmetic) if device.type == "cpu" else {}  # as in training
+    how = dict(arithmetic=chunk_arithmetic if device.type == "cpu" else compiled_arithmetic)  # as in training
     return rows | {"ours": functools.partial(fused_linear_cross_entropy, **how)}
 
 
@@ -514,10 +516,11 @@ def our_decoder(precision: str, model_cfg: ModelConfig, device, compile: bool):
     model = GPT(model_cfg).to(device, peers.PRECISIONS.get(precision, torch.bfloat16))
     if precision == "int8":
         quantize_int8(model)
-    decode.use(model)
+    if compile:
+        fast_decoding(model)
 
     def first_row(prompts, n_new):
-        return generate(model, prompts, max_new_tokens=n_new, compile=compile)[0]
+        return generate(model, prompts, max_new_tokens=n_new)[0]
     return first_row, sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 

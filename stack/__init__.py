@@ -1,8 +1,11 @@
 """What the commands are made of.  Nothing here is run by itself; nothing here knows a command.
 
     config.py     settings: defaults, then a config file, then flags; TrainConfig; how a command ends
+    compiled.py   torch.compile of blocks, head, attention, decoding
     counts.py     parameters, FLOPs, cache bytes
     device.py     device, number format, peak rate
+    twins.py      what computes as model.py does, faster: attached, compared, put aside
+    quantize.py   weights of 8 bits
     optim.py      Muon and AdamW, schedules
     metrics.py    evaluation, the log, curves
     report.py     the page about a run

@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import tiny_config
 
-from model import GPT, KVCache, compile_or_not, generate, sample_next
+from model import GPT, KVCache, generate, sample_next
+from stack import compiled, twins
 
 LEARNED = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SHAPES = {"rope": {}, "learned": LEARNED, "nope": dict(nope_every=2, qk_norm=False), "mha-softcap": dict(
@@ -148,12 +149,13 @@ def test_compiled_blocks_stay_out(lively):
     torch._dynamo.reset()
 
 
-def test_one_token_is_not_worth_compiling(lively, monkeypatch):
+def test_one_token_is_not_worth_compiling(lively):
     """A single new token, as in measuring how fast a prompt is read, comes from the prompt alone."""
     model = lively()
-    monkeypatch.setattr("model._decode_step", lambda *args: 1 / 0)
     one = dict(prompts=[prompt(5)], max_new_tokens=1)
-    assert generate(model, **one, compile=True) == generate(model, **one)
+    plain = generate(model, **one)
+    model.decoder = lambda *args: 1 / 0
+    assert generate(model, **one) == plain
 
 
 def test_compiling_without_a_compiler(lively, monkeypatch):
@@ -162,9 +164,11 @@ def test_compiling_without_a_compiler(lively, monkeypatch):
         raise OSError("no g++")
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiler(f, backend=no_compiler))
-    monkeypatch.setattr("model._compiled", compile_or_not)  # nothing of it is kept for other tests
+    monkeypatch.setattr(compiled, "compiled", compiled.compile_or_not)  # nothing of it is kept for other tests
+    model = lively()
+    model.decoder = twins.compiled_step
     with pytest.raises(OSError, match=r"(?s)no g\+\+.*Install a C\+\+ compiler"):
-        generate(lively(), [prompt(5)], max_new_tokens=3, compile=True)
+        generate(model, [prompt(5)], max_new_tokens=3)
 
 
 def test_seeds(lively):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import model
 from model import default_chunk, fused_linear_cross_entropy
+from stack import compiled
 
 EVERYTHING = dict(z_loss=0.1, softcap=20.0, n_valid_vocab=990)
 
@@ -25,7 +26,7 @@ def forget():
     """What was compiled, and that nothing compiles, is remembered for the process; forget it before and after."""
     def clear():
         torch.compiler.set_stance("default")
-        model._compiled.cache_clear()
+        compiled.compiled.cache_clear()
     clear()
     yield
     clear()
@@ -34,21 +35,21 @@ def forget():
 def test_compiled_arithmetic_equals_its_plain_twin(monkeypatch, forget):
     """With a C++ compiler the compiled chunks run, once compiled for all chunk sizes, and give the twin's numbers."""
     plain = inputs()
-    monkeypatch.setattr(model, "COMPILE_FROM", 1)
+    monkeypatch.setattr(compiled, "COMPILE_FROM", 1)
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
     results = {}
     for chunk in (40, 33):  # chunks of 40, 40, 16 and 33, 33, 30
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loss = fused_linear_cross_entropy(*plain, chunk=chunk, **EVERYTHING)
+            loss = fused_linear_cross_entropy(*plain, chunk=chunk, arithmetic=compiled.chunk_arithmetic, **EVERYTHING)
             results[chunk] = loss, *torch.autograd.grad(loss, plain[:2])
         if any("nothing is compiled" in str(w.message) for w in caught):
             pytest.skip("no C++ compiler here")
     assert counters["unique_graphs"] == 1
-    monkeypatch.setattr(model, "COMPILE_FROM", 1 << 40)
+    monkeypatch.setattr(compiled, "COMPILE_FROM", 1 << 40)
     for chunk in results:
-        loss = fused_linear_cross_entropy(*plain, chunk=chunk, **EVERYTHING)
+        loss = fused_linear_cross_entropy(*plain, chunk=chunk, arithmetic=compiled.chunk_arithmetic, **EVERYTHING)
         torch.testing.assert_close(results[chunk][0], loss, rtol=1e-6, atol=0)
         for got, want in zip(results[chunk][1:], torch.autograd.grad(loss, plain[:2]), strict=True):
             torch.testing.assert_close(got, want, rtol=0.02, atol=1e-5)
@@ -64,16 +65,16 @@ def test_without_a_compiler(monkeypatch, forget):
         raise OSError("no g++\nin PATH")
     hidden, weight, targets = inputs(dtype=torch.float32)
     want = fused_linear_cross_entropy(hidden, weight, targets)
-    monkeypatch.setattr(model, "COMPILE_FROM", 1)
+    monkeypatch.setattr(compiled, "COMPILE_FROM", 1)
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiler(f, dynamic=dynamic, backend=no_compiler))
-    block = model.compile_or_not(lambda x: x + 1)
+    block = compiled.compile_or_not(lambda x: x + 1)
     with pytest.warns(UserWarning, match="nothing is compiled.*BackendCompilerFailed.*--compile=false") as caught:
-        loss = fused_linear_cross_entropy(hidden, weight, targets, chunk=24)
+        loss = fused_linear_cross_entropy(hidden, weight, targets, chunk=24, arithmetic=compiled.chunk_arithmetic)
         assert block(torch.ones(())) == 2
     assert len(attempts) == len(caught) == 1
     torch.testing.assert_close(loss, want)
     with pytest.raises(ZeroDivisionError):
-        model.compile_or_not(lambda a: a / 0)(1)
+        compiled.compile_or_not(lambda a: a / 0)(1)
 
 
 @pytest.mark.parametrize("chunk", [8, 150, 512])

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_config
 
-from model import GPT, KVCache, rope_tables
+from model import GPT, Attention, KVCache, rope_tables
+from stack import twins
 from stack.cpu import kernels
 
 GPT2 = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, n_kv_heads=4)
@@ -207,13 +208,14 @@ def test_too_long_input_is_refused(tiny):
 @pytest.mark.parametrize("switches", [{}, GPT2, dict(n_kv_heads=1)])
 def test_compiled_cpu_attention_equals_sdpa(tiny, switches):
     """The plain matmuls that a compiled block runs at short contexts on a CPU give SDPA's values and gradients."""
-    model, x = kernels.use(shake(tiny(max_seq_len=96, **switches))), ids(2, 67)
+    model, x = shake(tiny(max_seq_len=96, **switches)), ids(2, 67)
     docs = (torch.arange(67) > torch.tensor([[20], [64]])).long()
     for kwargs in ({}, dict(docs=docs)):
         results = []
         for block in (None, *model.blocks):
             if block is not None:
                 block.compile(backend="eager")
+                block.attn.__class__ = twins._with_twin(Attention, kernels.attention, kernels.serves)
             loss = model(x, x, **kwargs)
             results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
         for tensors in zip(*results, strict=True):

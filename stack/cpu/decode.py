@@ -1,25 +1,22 @@
-"""Decoding on a CPU, as fast as its memory allows.  model.py does without it; `use(model)` attaches it.
+"""Decoding on a CPU, as fast as its memory allows.  model.py does without it; stack/twins.py attaches and compares it.
 
 decode.cpp is one step of the whole model, for one token of each text, compiled in seconds the first time.  It reads the
-weights and writes the cache where they lie.  Since it says a second time what model.py says, some of its logits are
-compared with model.py's: a model that it does not know is decoded without it.
+weights and writes the cache where they lie.
 """
 
 import ctypes
 import functools
 import math
 import struct
-import warnings
 
 import torch
 import torch.nn as nn
 
-from model import Int8Linear, RMSNorm, _decode_step, rope_tables
+from model import RMSNorm, rope_tables
 from stack.cpu.build import compile_cpp
+from stack.quantize import Int8Linear
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int8: 1}
-# of logits to model.py's, as the difference's share of their root mean square; bf16 alone makes 0.011 at 30 layers
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 HUGE = 1 << 18  # bytes of a matrix, from which the page around it may become a huge one
 
 
@@ -35,6 +32,9 @@ class Step:
     """A function of ids (B, 1) to logits (B, vocab_size) fp32.  Raises TypeError on what decode.cpp cannot read."""
 
     def __init__(self, model, cache, docs):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.nbytes >= HUGE and tensor.device.type == "cpu":
+                library().huge_pages(tensor.data_ptr(), tensor.nbytes)
         self.cache, self.keep = cache, []  # keep: what the addresses below belong to
         cfg, (L, B, K, S, D) = model.cfg, cache.k.shape
         C, H, F, V = cfg.d_model, cfg.n_heads, cfg.d_ff, cfg.vocab_size
@@ -91,53 +91,3 @@ class Step:
         library().step(self.model, ids.data_ptr(), self.logits.data_ptr(), self.cache.length)
         self.cache.length += 1
         return self.logits
-
-
-def use(model):
-    """Attach to a model.GPT that generate(..., compile=True) will use on a CPU; returns the model."""
-    model.decoder = functools.partial(decoder, {})
-    return model
-
-
-def decoder(known: dict, model, cache, docs):
-    """A Step, or model.py's own compiled step for what is not a Step's.  known: of weights at some addresses, up to how
-    many tokens the step computes the model, or False.  One token is computed twice where that is not known, and again
-    wherever the context has doubled: a window, or other positions, show late."""
-    weights = tuple(p.data_ptr() for p in model.parameters())
-    step = None
-    if model.embed.weight.device.type == "cpu" and known.get(weights) is not False:
-        try:
-            step = Step(model, cache, docs)
-        except (AttributeError, KeyError, TypeError):  # parts that decode.cpp cannot read
-            pass
-    if step is None:
-        return _decode_step(model, cache, docs)
-    if weights not in known:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.nbytes >= HUGE:
-                library().huge_pages(tensor.data_ptr(), tensor.nbytes)
-    right_to = known.get(weights, 0)
-
-    def compared(ids):
-        nonlocal step, right_to
-        if cache.length < 2 * right_to:
-            return step(ids)
-        got = step(ids)
-        cache.length -= 1
-        with torch.compiler.set_stance("force_eager"):
-            seen = docs if docs is None else docs[:, :cache.length + 1]
-            want = model.logits(model.hidden(ids, docs=seen, cache=cache)[:, -1])
-        if want.isnan().any():  # damaged weights, which sample_next speaks of
-            return want
-        low = torch.bfloat16 in (cache.k.dtype, model.embed.weight.dtype)
-        allowed = TOLERANCE[torch.bfloat16 if low else torch.float32] * want.norm()
-        if (got - want).norm() <= allowed < math.inf:  # infinite: a change that forbids ids
-            right_to = known[weights] = cache.length
-            return got
-        right_to, known[weights] = math.inf, False
-        warnings.warn(f"decode.cpp does not compute what model.py computes, seen at token {cache.length}: decoding "
-                      "goes on without it. Was the model changed? State the change in decode.cpp too, or leave "
-                      "decode.use(model) out.", stacklevel=4)
-        step = _decode_step(model, cache, docs)
-        return want
-    return compared

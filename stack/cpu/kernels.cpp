@@ -1,6 +1,6 @@
 // What a training step on a CPU does between its matmuls, in place, on what is still in the cache: the softmax of
 // attention, forward and backward, and the loss.  kernels.py compiles and calls it.  The plain twins are
-// F.scaled_dot_product_attention and model._chunk_arithmetic.
+// F.scaled_dot_product_attention and model.chunk_arithmetic.
 //
 // A block of attention is the t last queries of `groups` query heads to S keys, for each of n key heads.  Query i sees
 // keys 0..S-t+i and, where there is a mask, of those the ones it allows; `share` key heads have the same mask.
@@ -119,7 +119,7 @@ static void backward(T* scores, T* grads, const uint8_t* mask, const float* lse,
     }
 }
 
-// The loss of each row of logits (n, V), which become its gradient times `factor` if `grad`: model._chunk_arithmetic.
+// The loss of each row of logits (n, V), which become its gradient times `factor` if `grad`: model.chunk_arithmetic.
 template <typename T>
 static void cross_entropy(T* logits, const int64_t* targets, const float* factor, float* loss, long n, long V,
                           long n_vocab, long ignore_index, float z_loss, float softcap, int grad) {

@@ -1,43 +1,42 @@
 """A training step on a CPU, faster than PyTorch's: attention and the arithmetic of the loss head, for compiled models.
 
-model.py does without; `use(model)` attaches both.  What lies between the matmuls is kernels.cpp, compiled at first use
-with the C++ compiler that torch.compile needs too; the plain twins are F.scaled_dot_product_attention and
-model._chunk_arithmetic.
+What lies between the matmuls is kernels.cpp, compiled at first use with the C++ compiler that torch.compile needs too.
+The plain twins are model.Attention.attend and model.chunk_arithmetic; stack/twins.py attaches and compares.
 """
 
 import ctypes
-import functools
 
 import torch
-import torch.nn.functional as F
 
-from model import _chunk_arithmetic, fused_linear_cross_entropy
+import model as plain
 from stack.cpu.build import compile_cpp
 
 DTYPES = (torch.bfloat16, torch.float32)  # what kernels.cpp reads
+SHORT = 64  # tokens, below which blocks of queries do not pay
 
 
-def use(model):
-    """Attach to a model.GPT that will be compiled for a CPU; returns the model, as it was where nothing compiles."""
+def available() -> bool:
+    """Whether kernels.cpp compiles here.  Raises OSError where it would, but for a folder that cannot be written:
+    compiling the blocks would fail in stranger words."""
     try:
         compile_cpp("kernels")
     except OSError as error:
-        if error.errno:  # not the compiler, but its folder: compiling the blocks would fail in stranger words
+        if error.errno:
             raise
-        return model  # compiling the blocks will fail too, and say so
-    for block in model.blocks if model.cfg.qk_norm else ():  # large scores would lose too much as bf16
-        block.attn.kernel = attention
-    if model.cross_entropy is fused_linear_cross_entropy:  # tensor_parallel.py has its own
-        model.cross_entropy = functools.partial(fused_linear_cross_entropy, arithmetic=chunk_arithmetic)
-    return model
+        return False
+    return True
+
+
+def serves(attn, q, k, v, mask) -> bool:
+    """Whether `attention` takes this call of Attention.attend: a whole sequence, no dropout, formats that it reads.
+    Without QK-norm scores grow, and large ones would lose too much as bf16."""
+    return (q.dtype in DTYPES and q.shape[2] == k.shape[2] >= SHORT and (mask is None or mask.dtype == torch.bool)
+            and isinstance(attn.q_norm, plain.RMSNorm) and not (attn.training and attn.dropout))
 
 
 def attention(q, k, v, mask):
     """q (B, H, T, D), k, v (B, K, T, D), mask None (causal) or bool (B or 1, 1, T, T) -> (B, H, T, D)."""
-    if q.dtype in DTYPES:
-        return Attend.apply(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                          enable_gqa=q.shape[1] != k.shape[1])
+    return Attend.apply(q, k, v, mask)
 
 
 def _call(function: str, *args):
@@ -60,9 +59,9 @@ def _softmax(function: str, matrices, queries: int, mask, rows, scale: float):
 
 def chunk_arithmetic(logits, targets, factor, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
                      grad: bool):
-    """model._chunk_arithmetic, its plain twin, in one pass over each row."""
+    """model.chunk_arithmetic, its plain twin, in one pass over each row."""
     if logits.dtype not in DTYPES or targets.dtype != torch.int64:
-        return _chunk_arithmetic(logits, targets, factor, n_vocab, ignore_index, z_loss, softcap, grad)
+        return plain.chunk_arithmetic(logits, targets, factor, n_vocab, ignore_index, z_loss, softcap, grad)
     loss = torch.empty(len(logits))
     _call("cross_entropy_rows", logits, targets.contiguous(), factor.contiguous(), loss, *logits.shape, n_vocab,
           ignore_index, float(z_loss), float(softcap), bool(grad), logits.dtype == torch.bfloat16)

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from model import GPT, compile_or_not
-from stack.cpu import kernels
+from model import GPT
+from stack import twins
 from stack.parallel import tensor_parallel
 from stack.parallel.tensor_parallel import local
 
@@ -143,7 +143,7 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         for block in model.blocks:
             block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
     if compile:
-        compile_blocks(model, device)
+        twins.compile_blocks(model, device)
     if sharded:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         low = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32,
@@ -161,13 +161,6 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         return model
     return torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-
-
-def compile_blocks(model, device: torch.device):
-    if device.type == "cpu":
-        kernels.use(model)
-    for block in model.blocks:  # one code object: compiled once, used by every layer
-        block.forward = compile_or_not(block.forward, model.cfg.dropout > 0)
 
 
 def sync_gradients(replica, now: bool):
@@ -205,7 +198,7 @@ def whole(model, compile: bool = False):
     put_together.load_state_dict({name: p.full_tensor() if is_sharded(p) else p
                                   for name, p in model.named_parameters()}, assign=True)
     if compile:
-        compile_blocks(put_together, next(put_together.parameters()).device)
+        twins.compile_blocks(put_together, next(put_together.parameters()).device, like=model)
     return put_together
 
 

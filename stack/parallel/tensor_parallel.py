@@ -34,7 +34,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, ModelConfig, fused_linear_cross_entropy, run_chunk
+from model import GPT, ModelConfig, fused_linear_cross_entropy
+from stack.compiled import run_chunk
 
 ROWS = 128  # of the table, on each rank, are a multiple of this: as Megatron pads, for the matmuls' sake
 
@@ -175,7 +176,7 @@ def cross_entropy(hidden, weight, targets, *, group, **options):
 
 def _chunk_arithmetic(group, logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
                       grad: bool):
-    """model._chunk_arithmetic of all ranks' columns: loss (n,), the same everywhere; own logits become gradients."""
+    """model.chunk_arithmetic of all ranks' columns: loss (n,), the same everywhere; own logits become gradients."""
     V = logits.shape[1]
     first = dist.get_rank(group) * V
     n_own = min(max(n_vocab - first, 0), V)

@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-from model import GPT, Int8Linear, KVCache, ModelConfig, _chunk_arithmetic, generate, quantize_int8
+from model import GPT, KVCache, ModelConfig, chunk_arithmetic, generate
+from stack import twins
+from stack.compiled import StillCache
 from stack.cpu import kernels
 from stack.cpu.kernels import Attend
 from stack.parallel.parallel import Ranks, parallelize
+from stack.quantize import Int8Linear, quantize_int8
 
 SHAPES = [(2, 8, 2, 300, 16), (1, 4, 4, 129, 8), (3, 6, 3, 64, 16), (2, 4, 1, 100, 24)]  # B H K T D
 
@@ -95,23 +98,23 @@ def test_loss_arithmetic(dtype, z_loss, softcap, grad):
     targets[4], logits[5] = -100, logits[5] * 20  # one ignored, one sure of itself
     args = targets, torch.rand(9) + 0.5, 127, -100, z_loss, softcap, grad
     want, got = logits.clone(), logits.clone()
-    torch.testing.assert_close(kernels.chunk_arithmetic(got, *args), _chunk_arithmetic(want, *args), atol=1e-5,
+    torch.testing.assert_close(kernels.chunk_arithmetic(got, *args), chunk_arithmetic(want, *args), atol=1e-5,
                                rtol=1e-5)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 2**-7)
 
 
 def test_only_with_qk_norm(tiny):
     """Scores are kept as bf16, exact enough while they are small: without QK-norm attention stays PyTorch's."""
+    q, k, v = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
     for qk_norm in (True, False):
-        model = kernels.use(tiny(qk_norm=qk_norm))
-        assert all((block.attn.kernel is not None) == qk_norm for block in model.blocks)
+        assert all(kernels.serves(block.attn, q, k, v, None) == qk_norm for block in tiny(qk_norm=qk_norm).blocks)
 
 
 def test_unwritable_cache(tmp_path):
     """A folder for compiled code that cannot be made is named, with what to do, and is not taken for no compiler."""
     (tmp_path / "file").write_text("")
-    program = ("from model import *; from stack.cpu import kernels; "
-               "kernels.use(GPT(ModelConfig(n_layers=1, vocab_size=64)))")
+    program = ("from model import *; from stack import twins; "
+               "twins.compile_blocks(GPT(ModelConfig(n_layers=1, vocab_size=64)), torch.device('cpu'))")
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "x")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment,
                           cwd=ROOT)
@@ -143,7 +146,7 @@ def test_still_cache(tiny, options):
     with torch.no_grad():
         cache = KVCache(model.cfg, 2, 32, "cpu", torch.float32)
         model.hidden(ids[:, :8], docs=docs[:, :8], cache=cache)
-        cache.still()
+        cache = StillCache(cache)
         for t in range(8, 20):
             got = model.logits(model.hidden(ids[:, t:t + 1], docs=docs, cache=cache))[:, 0]
             want = model(ids[:, :t + 1], docs=docs[:, :t + 1])[:, -1]
@@ -151,18 +154,21 @@ def test_still_cache(tiny, options):
 
 
 def test_compiled_decoding(tiny):
-    """compile=True gives the same ids: rows of different length, past the end of the context, and sampled."""
+    """One compiled program for all tokens gives the same ids: rows of different length, past the end of the context,
+    and sampled."""
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
     other = tiny(d_model=32, n_heads=2, n_kv_heads=1)  # a second model in the process
-    generate(other, prompts, max_new_tokens=4, compile=True)
+    want = generate(other, prompts, max_new_tokens=4)
+    other.decoder = twins.compiled_step
+    assert generate(other, prompts, max_new_tokens=4) == want
     for options in (dict(temperature=0.0), dict(temperature=1.0, seed=3)):
         plain = generate(tiny(), prompts, max_new_tokens=40, **options)  # the context is 32
         model = tiny()
-        assert generate(model, prompts, max_new_tokens=40, compile=True, **options) == plain
+        model.decoder = twins.compiled_step
+        assert generate(model, prompts, max_new_tokens=40, **options) == plain
         for n in (9, 27, 60):  # 5 + 27 fill the context to its last place
-            assert generate(model, prompts[:1], max_new_tokens=n, compile=True) == generate(
-                tiny(), prompts[:1], max_new_tokens=n)
-        assert generate(other, prompts, max_new_tokens=4, compile=True) == generate(other, prompts, max_new_tokens=4)
+            assert generate(model, prompts[:1], max_new_tokens=n) == generate(tiny(), prompts[:1], max_new_tokens=n)
+        assert generate(other, prompts, max_new_tokens=4) == want
 
 
 @pytest.mark.parametrize("shape", [(64, 192), (128, 64), (33, 17)])
@@ -189,4 +195,6 @@ def test_int8_model(tiny):
     assert 0 < (got - want).abs().max() < 0.1
     assert model.embed.weight.dtype == torch.float32
     assert not any(isinstance(m, torch.nn.Linear) for block in model.blocks for m in block.modules())
-    assert generate(model, [[1, 2]], max_new_tokens=9) == generate(model, [[1, 2]], max_new_tokens=9, compile=True)
+    plain = generate(model, [[1, 2]], max_new_tokens=9)
+    model.decoder = twins.compiled_step
+    assert generate(model, [[1, 2]], max_new_tokens=9) == plain

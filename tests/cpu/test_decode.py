@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from conftest import resident, tiny_config
 
-from model import GPT, KVCache, RMSNorm, generate, quantize_int8
+from model import GPT, KVCache, RMSNorm, generate
+from stack import twins
 from stack.cpu import decode
+from stack.quantize import quantize_int8
+from stack.twins import fast_decoding, plain_step
 
 GPT2 = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SWITCHES = {
@@ -118,16 +121,25 @@ def test_no_growth():
     assert resident() - before < 1 << 18  # logits kept of every step: 38 MB
 
 
+def generate_plainly(model, *args, **settings):
+    """By model.py alone."""
+    fast, model.decoder = model.decoder, None
+    ids = generate(model, *args, **settings)
+    model.decoder = fast
+    return ids
+
+
 def test_generate(monkeypatch):
     """generate() takes it, with the ids of plain decoding: unequal prompts, past the context, weights that change."""
-    monkeypatch.setattr(decode, "_decode_step", None)  # no other way
+    monkeypatch.setattr(twins, "compiled_step", None)  # no other way
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
-    model = decode.use(lively())
+    model = fast_decoding(lively())
     for settings in ({}, dict(temperature=1.0, seed=3)):
-        plain = generate(model, prompts, max_new_tokens=40, **settings)
-        assert generate(model, prompts, max_new_tokens=40, compile=True, **settings) == plain
+        plain = generate_plainly(model, prompts, max_new_tokens=40, **settings)
+        assert generate(model, prompts, max_new_tokens=40, **settings) == plain
     quantize_int8(model)
-    assert generate(model, prompts, max_new_tokens=20, compile=True) == generate(model, prompts, max_new_tokens=20)
+    assert generate(model, prompts, max_new_tokens=20) == generate_plainly(
+        model, prompts, max_new_tokens=20)
 
 
 def other_norm(self, x):
@@ -137,54 +149,47 @@ def other_norm(self, x):
 def test_changed_model(monkeypatch):
     """A model changed in model.py alone is noticed once, in words, and generates what it should."""
     monkeypatch.setattr(RMSNorm, "forward", other_norm)
-    monkeypatch.setattr(decode, "_decode_step", plain_step)
-    model = decode.use(lively())
-    plain = generate(model, [[1, 2, 3]], max_new_tokens=9)
+    monkeypatch.setattr(twins, "compiled_step", plain_step)
+    model = fast_decoding(lively())
+    plain = generate_plainly(model, [[1, 2, 3]], max_new_tokens=9)
     with pytest.warns(UserWarning, match="does not compute what model.py computes") as caught:
-        assert generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True) == plain
+        assert generate(model, [[1, 2, 3]], max_new_tokens=9) == plain
     assert caught[0].filename == __file__  # points at the call of generate
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True) == plain
+        assert generate(model, [[1, 2, 3]], max_new_tokens=9) == plain
 
 
 def test_late_change(monkeypatch):
-    """A change that shows only in a longer context, here a window of 8 tokens, is noticed there."""
-    monkeypatch.setattr(decode, "_decode_step", plain_step)
-    model, attend = decode.use(lively()), F.scaled_dot_product_attention
+    """A change that shows only in a longer context, here a window of 8 tokens, is noticed before the first token."""
+    monkeypatch.setattr(twins, "compiled_step", plain_step)
+    model, attend = fast_decoding(lively()), F.scaled_dot_product_attention
 
     def windowed(q, k, v, attn_mask, is_causal, **options):
         ago = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
         return attend(q, k, v, attn_mask=(ago >= 0) & (ago < 8), **options)
     monkeypatch.setattr(F, "scaled_dot_product_attention", windowed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        generate(model, [[1, 2, 3]], max_new_tokens=4, compile=True)
-    plain = generate(model, [[1, 2, 3]], max_new_tokens=20)
-    with pytest.warns(UserWarning, match="seen at token 9"):
-        generate(model, [[1, 2, 3]], max_new_tokens=20, compile=True)
-    assert generate(model, [[1, 2, 3]], max_new_tokens=20, compile=True) == plain
+    with pytest.warns(UserWarning, match="seen at token 31"):
+        generate(model, [[1, 2, 3]], max_new_tokens=4)
+    plain = generate_plainly(model, [[1, 2, 3]], max_new_tokens=20)
+    assert generate(model, [[1, 2, 3]], max_new_tokens=20) == plain
 
 
 def test_infinite_logits(monkeypatch):
     """A model that forbids ids is one that decode.cpp does not know; NaN is damage, and called so."""
-    monkeypatch.setattr(decode, "_decode_step", plain_step)
-    model = decode.use(lively())
-    plain = generate(model, [[1, 2, 3]], max_new_tokens=9)[0]
+    monkeypatch.setattr(twins, "compiled_step", plain_step)
+    model = fast_decoding(lively())
+    plain = generate_plainly(model, [[1, 2, 3]], max_new_tokens=9)[0]
     model.logits = lambda h: GPT.logits(model, h).index_fill(-1, torch.tensor(plain), -torch.inf)
     with pytest.warns(UserWarning, match="does not compute what model.py computes"):
-        assert not set(generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True)[0]) & set(plain)
-    model = decode.use(lively())
+        assert not set(generate(model, [[1, 2, 3]], max_new_tokens=9)[0]) & set(plain)
+    model = fast_decoding(lively())
 
     def damage(row, token):
         model.norm.weight.fill_(torch.nan)
     with warnings.catch_warnings(), pytest.raises(ValueError, match="weights are damaged"):
         warnings.simplefilter("error")
-        generate(model, [[1, 2, 3]], max_new_tokens=9, compile=True, on_token=damage)
-
-
-def plain_step(model, cache, docs):
-    return lambda ids: model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1])
+        generate(model, [[1, 2, 3]], max_new_tokens=9, on_token=damage)
 
 
 class OtherLinear(torch.nn.Linear):
@@ -194,7 +199,7 @@ class OtherLinear(torch.nn.Linear):
 @pytest.mark.parametrize("change", ["class", "shape", "dtype"])
 def test_unknown_parts(monkeypatch, change):
     """Parts that cannot be read are left to model.py, unread."""
-    monkeypatch.setattr(decode, "_decode_step", Mock(side_effect=plain_step))
+    monkeypatch.setattr(twins, "compiled_step", Mock(side_effect=plain_step))
     model = lively()
     if change == "class":
         model.blocks[1].attn.wo = OtherLinear(64, 64)
@@ -206,8 +211,8 @@ def test_unknown_parts(monkeypatch, change):
     plain = generate(model, [[1, 2, 3]], max_new_tokens=9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # read and compared, it would be warned about
-        assert generate(decode.use(model), [[1, 2, 3]], max_new_tokens=9, compile=True) == plain
-    assert decode._decode_step.called
+        assert generate(fast_decoding(model), [[1, 2, 3]], max_new_tokens=9) == plain
+    assert twins.compiled_step.called
 
 
 def test_no_compiler(monkeypatch):
@@ -221,4 +226,4 @@ def test_no_compiler(monkeypatch):
         raise RuntimeError("no g++")
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     with pytest.raises(OSError, match=r"(?s)no g\+\+.*Install a C\+\+ compiler"):
-        generate(decode.use(lively()), [[1, 2]], max_new_tokens=3, compile=True)
+        generate(fast_decoding(lively()), [[1, 2]], max_new_tokens=3)

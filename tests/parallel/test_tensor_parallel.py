@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model as model_module
 import train
 from model import GPT, ModelConfig, fused_linear_cross_entropy, generate
+from stack import compiled as compiled_module
 from stack import optim
 from stack.parallel import parallel, tensor_parallel
 
@@ -52,7 +52,7 @@ def head_results(cross_entropy, hidden, weight, targets, incoming, options, redu
 def heads_on_a_rank(cases, dtype=torch.float64, compiled=False):
     hidden, weight, targets, incoming = head_inputs(dtype)
     part = weight.chunk(dist.get_world_size())[dist.get_rank()]
-    model_module.COMPILE_FROM = 1 if compiled else 1 << 40
+    compiled_module.COMPILE_FROM = 1 if compiled else 1 << 40
     return [head_results(lambda *args, **kwargs: tensor_parallel.cross_entropy(*args, group=dist.group.WORLD, **kwargs),
                          hidden, part, targets, incoming, *case) for case in cases]
 
@@ -223,7 +223,7 @@ def stop_after_one_step():
         return schedule(*args)
     train.schedule = stop
     # for compile=True: traced and differentiated as for the compiler, whose code would take half a minute
-    parallel.compile_or_not = lambda f, random: torch.compile(f, backend="aot_eager", dynamic=False)
+    compiled_module.compile_or_not = lambda f, random: torch.compile(f, backend="aot_eager", dynamic=False)
 
 
 def test_resume_across_layouts(data, single, tmp_path, monkeypatch):  # noqa: F811

@@ -1,0 +1,157 @@
+"""torch.compile where it pays: blocks, the loss head's arithmetic, attention under document masks, decoding.
+
+Each piece computes what a function of model.py computes; twins.py attaches them to a built model and compares.
+"""
+
+import functools
+import math
+import warnings
+
+import torch
+
+import model as plain
+from model import GPT, KVCache
+
+COMPILE_FROM = 1 << 22  # logits per call from which compiling the chunk arithmetic pays for itself
+
+
+def compile_or_not(function, random: bool = False):
+    """torch.compile(function) for fixed shapes; the function itself, with one warning, where nothing compiles.
+
+    On a CPU cheap operations are done again in the backward pass: 2.3 GB where keeping their results took 2.9 GB, and
+    no slower (Stack-100M, 2 x 1024 tokens, 2 cores); operators of ours, like attention, are not cheap and are kept.
+    GPUs, not measured, keep PyTorch's choice.  random: dropout, which PyTorch (2.13) would do again too, with other
+    random numbers.
+    """
+    fast = torch.compile(function, dynamic=False)
+
+    def call(*args):
+        try:
+            with torch._functorch.config.patch(aggressive_recomputation=not random and not torch.cuda.is_available(),
+                                               is_non_builtin_to_include=True):
+                return fast(*args)
+        except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
+            if not is_compilers(error):
+                raise
+            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
+                          f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
+            torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
+            return function(*args)
+    return call
+
+
+def is_compilers(error: Exception) -> bool:
+    """Raised by torch.compile itself, not by what it compiled."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+compiled = functools.cache(compile_or_not)
+
+
+def run_chunk(function, logits, *args):
+    """function(logits, *args), compiled where that pays: logits (n, V), tensors among args (n, ...)."""
+    if logits.numel() < COMPILE_FROM or logits.dtype == torch.float64 or len(logits) < 2:
+        return function(logits, *args)
+    for tensor in (logits, *(x for x in args if isinstance(x, torch.Tensor))):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one graph for all chunk lengths; a length of 1 would get its own
+    return compiled(function)(logits, *args)
+
+
+def chunk_arithmetic(*args):
+    """model.chunk_arithmetic, as it stands there now, compiled where that pays."""
+    return run_chunk(plain.chunk_arithmetic, *args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention under document masks on a GPU
+
+
+def document_mask(model: GPT, where, size: int, docs):
+    """In place of GPT.mask while training: a BlockMask, of which whole blocks of unseen keys are left out."""
+    dropout = model.training and model.cfg.dropout > 0  # FlexAttention has none
+    if docs is None or size != len(where) or dropout:
+        return type(model).mask(model, where, size, docs)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def same_document(b, h, q, k):
+        return (q >= k) & (docs[b, q] == docs[b, k])
+    return compiled(create_block_mask)(same_document, len(docs), None, size, size, str(docs.device))
+
+
+def flex(q, k, v, mask):
+    """In place of Attention.attend under a BlockMask: FlexAttention, which holds all scores if not compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+class StillCache(KVCache):
+    """A cache from whose length on each step is one token, attends to the whole buffer under a mask and finds its place
+    in a tensor, so that all steps are one program: for torch.compile and CUDA graphs."""
+
+    def __init__(self, cache: KVCache):
+        self.k, self.v, self.length = cache.k, cache.v, cache.length
+        self.position = torch.tensor([cache.length - 1], device=cache.k.device)  # of the token before
+
+    def places(self, T: int):
+        if self.length + T > self.k.shape[3]:
+            return super().places(T)  # which refuses
+        self.position += T
+        return self.position, self.k.shape[3], True
+
+    def go_to(self, length: int):
+        if length != self.length:
+            self.length = length
+            self.position.fill_(length - 1)
+
+
+def attend_once(q, k, v, mask):
+    """In place of Attention.attend for a single query, for the compiler to fuse.  q (B, H, 1, D), k, v (B, K, S, D),
+    mask bool (B or 1, 1, 1, S) -> (B, H, 1, D)."""
+    B, H, _, D = q.shape
+    q = q.view(B, k.shape[1], -1, 1, D).float()  # (B, K, H/K, 1, D)
+    scores = (q * k[:, :, None].float()).sum(-1) / math.sqrt(D)  # (B, K, H/K, S)
+    weights = torch.where(mask, scores, -torch.inf).softmax(-1)
+    return (weights[..., None] * v[:, :, None].float()).sum(-2).to(v.dtype).view(B, H, 1, D)
+
+
+def decoder(model: GPT, cache: KVCache, docs):
+    """For GPT.decoder: a function of ids (B, 1) to logits (B, vocab_size), compiled; on CUDA recorded as one graph and
+    replayed.  Raises OSError at the first step where nothing compiles."""
+    for block in model.blocks:  # one program for all of them
+        block.compile(dynamic=False, options={"size_asserts": False})
+    head, still = compiled(type(model).logits), StillCache(cache)
+
+    def step(ids):
+        still.go_to(cache.length)
+        try:
+            logits = head(model, model.hidden(ids, docs=docs, cache=still)[:, -1])
+        except Exception as error:
+            if not is_compilers(error):
+                raise
+            raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
+                          "  Install a C++ compiler, or generate without compiling.") from error
+        cache.length = still.length
+        return logits
+    if model.embed.weight.device.type != "cuda":
+        return step
+    length, ids = cache.length, torch.zeros(cache.k.shape[1], 1, dtype=torch.long, device=cache.k.device)
+    for _ in range(2):  # compile and warm up outside of the recording; the first true step overwrites what they wrote
+        step(ids)
+        cache.length = length
+    still.go_to(length)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step(ids)
+    still.length = cache.length = length  # what was recorded did not run: the position stayed where it was
+
+    def replay(newest):
+        still.go_to(cache.length)
+        ids.copy_(newest)
+        graph.replay()  # the position moves in the graph
+        still.length = cache.length = cache.length + 1
+        return logits
+    return replay
