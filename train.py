@@ -16,15 +16,15 @@ together.
 """
 
 import contextlib
+import functools
 import importlib.util
 import math
 import os
 import shlex
-import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 try:
@@ -35,20 +35,23 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 from model import GPT, ModelConfig, generate
+from stack import twins
 from stack.checkpoint import folder as checkpoint
-from stack.config import ConfigError, TrainConfig, describe, load, save_json, to_dict
+from stack.checkpoint.saves import Saves
+from stack.config import RunFailed, TrainConfig, describe, load, save_json, to_dict
 from stack.counts import flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
 from stack.data.tokenizer import Tokenizer
 from stack.device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
 from stack.exchange import hf
 from stack.metrics import RunLog, evaluate, printable
-from stack.optim import lr_scale, make_optimizers
-from stack.parallel import parallel, tensor_parallel
+from stack.optim import make_optimizers, schedule
+from stack.parallel import tensor_parallel
 from stack.parallel.parallel import (
     connect,
     disconnect,
     fill,
+    finish_gradients,
     local,
     parallelize,
     read_ranks,
@@ -57,10 +60,7 @@ from stack.parallel.parallel import (
     whole,
 )
 from stack.report import write_report
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on, and its settings are not to blame: exit code 1."""
+from stack.resume import StopSignal, compare, resume_command, settle
 
 
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
@@ -97,22 +97,14 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig, typed: list[str] | None = None
 
 def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.ExitStack, resume: str):
     # 1. run folder --------------------------------------------------------------------------------------------------
-    out_dir = Path(cfg.out_dir)
+    out_dir, main = Path(cfg.out_dir), ranks.rank == 0
     resuming, finetuning = cfg.init_from == "resume", cfg.init_from not in ("resume", "scratch")
     source = {"scratch": None, "resume": out_dir / "ckpt_last"}.get(cfg.init_from, Path(cfg.init_from))
+    say = functools.partial(tell, main)
 
     # 2. device, ranks, seeds ----------------------------------------------------------------------------------------
     device = connect(ranks, pick_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
-    main = ranks.rank == 0
-
-    def say(text):
-        """Print above the progress bar.  Nobody may be there to read it: a closed pipe or terminal stops no run."""
-        if main:
-            try:
-                tqdm.write(text)
-            except OSError:
-                sys.stdout = open(os.devnull, "w")  # else Python tries again at exit and ends with 120
     tqdm.set_lock(threading.RLock())  # its own is for several processes, and is reported as leaked after a kill
     if device.type == "cpu":
         keep_freed_memory()
@@ -202,6 +194,12 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if main:
         at_exit.callback(report)
     state["wandb_id"] = log.run_id
+    saves = Saves(out_dir, sharded=sharded, main=main, say=say, step=state["step"] if resuming else None, model=model,
+                  optimizers=optimizers, scaler=scaler, tokenizer=tokenizer, model_cfg=model_cfg, train_cfg=cfg,
+                  keep=cfg.keep)
+    batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, rank=ranks.dp_rank,
+                      world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
+    at_exit.callback(batches.close)
     counts, flops = num_params(model_cfg), flops_per_token(model_cfg, cfg.seq_len)["causal"]
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype)
     say(describe((model_cfg, cfg)))
@@ -211,90 +209,53 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(f"packing {cfg.packing}: {train_data.cut_share():.1%} of tokens are cut off from the beginning of their "
             f"document, {train_data.empty_share:.2%} of slots are empty")
+    x, y, docs = batches.peek()
+    for line in twins.check(model, x, y, docs if cfg.doc_mask else None, dtype=dtype, z_loss=cfg.z_loss):
+        say(line)
 
     # 8. loop --------------------------------------------------------------------------------------------------------
-    batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, rank=ranks.dp_rank,
-                      world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
-    at_exit.callback(batches.close)
-    first_step, saved_step = state["step"], state["step"] if resuming else None
-
-    saves = checkpoint.ShardedSaves() if sharded else None
-
-    def attempt(saving, final: bool = False) -> bool:
-        """What does not fit on the disk now may fit the next time; the last checkpoint must."""
-        try:
-            saving()
-        except OSError as error:
-            if final:
-                raise RunFailed(error) from error
-            say(f"{error}\n  Training goes on and tries again the next time.")
-            return False
-        return True
-
-    def save(name: str, final: bool = False):
-        """A checkpoint, written by rank 0, or by all ranks where each has a part."""
-        nonlocal saved_step
-        what = dict(model=model, optimizers=optimizers, scaler=scaler, tokenizer=tokenizer, model_cfg=model_cfg,
-                    train_cfg=cfg, keep=cfg.keep, state=dict(progress=state, data=train_data.data_fingerprint))
-        if sharded:
-            attempt(saves.finish)
-            done = attempt(lambda: saves.save(out_dir, name, **what), final)
-        else:
-            done = attempt(lambda: main and checkpoint.save(out_dir, name, **what), final)
-        if done and name == "ckpt_last":
-            saved_step = state["step"]
-
-    def seen():
-        return dict(tokens=state["tokens"], flops=state["tokens"] * flops)
-
-    def held_out():
-        windows = iterate_windows(val_data, cfg.micro_batch_size, max_windows=max(cfg.eval_tokens // cfg.seq_len, 1),
-                                  rank=ranks.dp_rank, world_size=ranks.dp_size)
-        return evaluate(whole(model, cfg.compile), stop.cut_short(windows), token_bytes, device=device, dtype=dtype,
-                        ranks=ranks, rows=cfg.micro_batch_size, doc_mask=cfg.doc_mask)
-
-    def show_sample(model):
-        with log.forgive("a sample"), autocast(device, dtype):
-            ids = generate(model, [[tokenizer.boundary_id]], max_new_tokens=min(128, model_cfg.max_seq_len),
-                           temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
-            text = tokenizer.decode(ids)
-            log.write(step=state["step"], sample=text)
-            say(f"--- sample at step {state['step']}\n{printable(text)}\n---")
-
     bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
                disable=None if main else True)  # None: only on a terminal
     at_exit.callback(bar.close)
+    first_step = state["step"]
     # since the last log line: seconds of steps, steps, tokens, seconds without data
     clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
     while True:
         step = state["step"]
         last, leaving = step == cfg.max_steps, ranks.any(stop.asked, device)
+        standing = dict(progress=state, data=train_data.data_fingerprint)  # what a checkpoint says of the run
+        seen = dict(step=step, tokens=state["tokens"], flops=state["tokens"] * flops)
         # save before evaluating: a failure there must not cost the weights.  Not amid bad steps: they may be to blame
-        if step != saved_step and (last or leaving or due(step, cfg.save_interval) and not state["bad_steps"]):
-            save("ckpt_last", final=last or leaving)
+        if step != saves.step and (last or leaving or due(step, cfg.save_interval) and not state["bad_steps"]):
+            saves.save("ckpt_last", standing, final=last or leaving)
         if not leaving and cfg.eval_interval and (last or due(step, cfg.eval_interval)):
-            held = held_out()
+            windows = iterate_windows(val_data, cfg.micro_batch_size, rank=ranks.dp_rank, world_size=ranks.dp_size,
+                                      max_windows=max(cfg.eval_tokens // cfg.seq_len, 1))
+            held = evaluate(whole(model, cfg.compile), stop.cut_short(windows), token_bytes, device=device, dtype=dtype,
+                            ranks=ranks, rows=cfg.micro_batch_size, doc_mask=cfg.doc_mask)
             leaving = ranks.any(stop.asked, device)  # then it has not seen all windows
             if not leaving:
-                log.write(step=step, **seen(), val_loss=held["loss"], val_bpb=held["bpb"], val_tokens=held["tokens"])
+                log.write(**seen, val_loss=held["loss"], val_bpb=held["bpb"], val_tokens=held["tokens"])
                 say(f"step {step:>6}/{cfg.max_steps} | held out: loss {held['loss']:.4f} | ppl {held['ppl']:.2f} | "
                     f"{held['bpb']:.4f} bits per byte")
                 if held["loss"] < (math.inf if state["best_val"] is None else state["best_val"]):  # false for NaN
                     state["best_val"] = held["loss"]
-                    save("ckpt_best")
+                    saves.save("ckpt_best", standing)
         if not leaving and cfg.sample_interval and (last or due(step, cfg.sample_interval)):
-            complete = whole(model)
+            complete = whole(model)  # by all ranks together
             if main:
-                show_sample(complete)
-        if leaving and step != saved_step:  # asked to stop during the evaluation
-            save("ckpt_last", final=True)
-        if sharded and (last or leaving):
-            attempt(saves.finish, final=True)
-        if leaving:
-            say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}")
-        elif last:
-            say(f"saved in {out_dir}: python sample.py {shlex.quote(str(out_dir))}")
+                with log.forgive("a sample"), autocast(device, dtype):
+                    ids = generate(complete, [[tokenizer.boundary_id]], max_new_tokens=min(128, model_cfg.max_seq_len),
+                                   temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
+                    text = tokenizer.decode(ids)
+                    log.write(step=step, sample=text)
+                    say(f"--- sample at step {step}\n{printable(text)}\n---")
+        if leaving and step != saves.step:  # asked to stop during the evaluation
+            saves.save("ckpt_last", standing, final=True)
         if last or leaving:
+            saves.finish()
+            say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}" if leaving else
+                f"saved in {out_dir}: python sample.py {shlex.quote(str(out_dir))}")
             break
 
         started = time.perf_counter()
@@ -315,7 +276,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             # divided by what the step holds, not per micro-batch: each token weighs the same; averaged over ranks
             scaler.scale(nats * (ranks.dp_size / cfg.batch_tokens)).backward()
             totals += torch.stack((nats.detach(), (y != -100).sum()))
-        parallel.finish_gradients(model, ranks)
+        finish_gradients(model, ranks)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         ranks.sum(totals)
@@ -335,29 +296,27 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        state["step"] += 1
-        state["seqs_seen"] += batch_seqs
-        state["tokens"] += (n_valid := int(totals[1]))
+        n_valid = int(totals[1])
+        state |= {"step": step + 1, "seqs_seen": state["seqs_seen"] + batch_seqs, "tokens": state["tokens"] + n_valid}
         if state["bad_steps"] >= cfg.max_bad_steps:
-            good = "No checkpoint was saved before." if saved_step is None else (
-                f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saved_step}).")
+            good = "No checkpoint was saved before." if saves.step is None else (
+                f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saves.step}).")
             raise RunFailed(f"{state['bad_steps']} steps in a row had a gradient that is not finite.\n  {good} Resume "
                             "with lower learning rates or --dtype=float32.")
         clock, clock_steps = clock + time.perf_counter() - started, clock_steps + 1
         clock_tokens += n_valid
         bar.update()
-        logged = cfg.log_interval and (due(state["step"], cfg.log_interval) or state["step"] == cfg.max_steps)
+        logged = cfg.log_interval and (due(step + 1, cfg.log_interval) or step + 1 == cfg.max_steps)
         if logged:
-            loss = (totals[0] / totals[1]).item()
-            tok_per_s = clock_tokens / clock
+            loss, tok_per_s = (totals[0] / totals[1]).item(), clock_tokens / clock
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
-            log.write(step=state["step"], loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
+            log.write(step=step + 1, loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
                       tok_per_s=round(tok_per_s), step_ms=clock / clock_steps * 1e3, mfu=mfu, data_wait=wait / clock,
-                      **seen())
+                      tokens=state["tokens"], flops=state["tokens"] * flops)
             bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s")
             if bar.disable:
-                left = tqdm.format_interval((cfg.max_steps - state["step"]) * clock / clock_steps)
-                say(f"step {state['step']:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
+                left = tqdm.format_interval((cfg.max_steps - step - 1) * clock / clock_steps)
+                say(f"step {step + 1:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
                     f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | "
                     f"{f'mfu {mfu:.1%} | ' if mfu else ''}{left} left")
         if logged or step == first_step:  # the first compiles and warms up: no part of the average
@@ -365,125 +324,17 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     # 9. close: at_exit writes report and curves, closes the log, ends the threads, gives the signals back ------------
 
 
-def resume_command(typed: list[str]) -> str:
-    """The command line that goes on with the run that `typed`, sys.argv, started.  Of equal flags the last counts."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun, whose own flags nobody passes on
-    words = [word for word in typed if word != "--init_from=resume"] + ["--init_from=resume"]
-    return shlex.join(["torchrun", f"--nproc_per_node={ranks}", *words] if ranks else ["python", *words])
-
-
-def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, tokenizer: Tokenizer, say):
-    """The model to build: as asked for, with the tokenizer's vocabulary; to finetune, that of `source`, of which
-    `saved` holds "model" and "tokenizer"."""
-    if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
-        raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
-                          f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
-                          f"tokens. Prepare the data with --tokenizer {source}.")
-    if cfg.init_from not in ("scratch", "resume"):
-        settled = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
-        if cfg.seq_len > settled.max_seq_len:
-            raise ConfigError(f"seq_len ({cfg.seq_len}) is more than the {settled.max_seq_len} tokens of {source}. "
-                              "Lower it.")
-        if other := differences(model_cfg, settled):
-            say(f"the architecture is that of {source}, not the one asked for: {other}")
-        return settled
-    if tokenizer.vocab_size > model_cfg.vocab_size:
-        raise ConfigError(f"vocab_size ({model_cfg.vocab_size}) is less than the {tokenizer.vocab_size} ids of "
-                          f"{cfg.data_dir}. Set --vocab_size={tokenizer.vocab_size}.")
-    if tokenizer.vocab_size < model_cfg.vocab_size:
-        say(f"vocab_size {tokenizer.vocab_size}, the size of {cfg.data_dir}'s tokenizer, instead of "
-            f"{model_cfg.vocab_size}")
-    return replace(model_cfg, vocab_size=tokenizer.vocab_size)
+def tell(main: bool, text: str):
+    """Print above the progress bar.  Nobody may be there to read it: a closed pipe or terminal stops no run."""
+    if main:
+        try:
+            tqdm.write(text)
+        except OSError:
+            sys.stdout = open(os.devnull, "w")  # else Python tries again at exit and ends with 120
 
 
 def due(step: int, interval: int) -> bool:
     return interval > 0 and step > 0 and step % interval == 0
-
-
-def schedule(cfg: TrainConfig, step: int) -> float:
-    return lr_scale(step, schedule=cfg.schedule, warmup_steps=cfg.warmup_steps, max_steps=cfg.max_steps,
-                    decay_fraction=cfg.decay_fraction, min_lr_fraction=cfg.min_lr_fraction)
-
-
-# What resuming with another value gives up.  The architecture is refused likewise; other settings may change freely.
-GIVES_UP = {
-    "data": "the position is one in the new data, and what was seen of it is unknown",
-    "seq_len": "windows begin elsewhere, so that this epoch repeats some tokens and leaves out others",
-    "packing": "windows hold other tokens, so that this epoch repeats some and leaves out others",
-    "seed": "the order changes, so that this epoch repeats some tokens and leaves out others",
-    "optimizer": "parameters that change hands lose their moments",
-}
-
-
-def differences(before, now) -> str:
-    """'name old -> new' for each field of two dataclasses or keys of two dicts that differ."""
-    before, now = (x if isinstance(x, dict) else asdict(x) for x in (before, now))
-    return ", ".join(f"{key} {before[key]!r} -> {now[key]!r}" for key in now
-                     if key in before and before[key] != now[key])
-
-
-def compare(saved: dict, model_cfg: ModelConfig, cfg: TrainConfig, data: TokenData) -> list[str]:
-    """What a resumed run does differently from the saved one, for people to read; refuses what would not be the same
-    run, unless that is allowed."""
-    if not saved["train"]:
-        raise ConfigError(f"{cfg.out_dir} holds no training run to resume. Start from its weights: "
-                          f"--init_from={cfg.out_dir} and another --out_dir.")
-    old_cfg = replace(TrainConfig(), **{k: v for k, v in saved["train"].items() if k in asdict(cfg)})  # newer: default
-    old_model = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
-    before, now = asdict(old_cfg) | {"data": saved["data"][:12]}, asdict(cfg) | {"data": data.data_fingerprint[:12]}
-    lost = [f"{key} {before[key]!r} -> {now[key]!r}: {why}" for key, why in GIVES_UP.items() if before[key] != now[key]]
-    if architecture := differences(old_model, model_cfg):
-        lost.append(f"{architecture}: the weights were trained otherwise, and other shapes do not fit at all")
-    if lost and not cfg.allow_changes:
-        raise ConfigError(f"{cfg.out_dir} cannot be resumed as it was saved:\n  " + "\n  ".join(lost) + "\n  Set them "
-                          f"back (python train.py {cfg.out_dir}/config.json --init_from=resume), accept this with "
-                          f"--allow_changes, or start from its weights with --init_from={cfg.out_dir} and another "
-                          "--out_dir.")
-    lines = [f"resumed with {line}" for line in lost]
-    ignored = {"init_from", "out_dir", "data_dir", "allow_changes", *GIVES_UP}
-    if free := differences({k: v for k, v in before.items() if k not in ignored}, now):
-        lines.append(f"changed since the checkpoint: {free}")
-    shape = ("max_steps", "schedule", "warmup_steps", "decay_fraction", "min_lr_fraction")
-    if any(before[key] != now[key] for key in shape):
-        step = saved["progress"]["step"]
-        lines.append(f"from step {step} on the learning rate follows the new schedule, {cfg.schedule} over "
-                     f"{cfg.max_steps} steps: {schedule(cfg, step):.3g} of its peak here, where the old one had "
-                     f"{schedule(old_cfg, step):.3g}")
-    return lines
-
-
-class StopSignal:
-    """SIGINT, SIGTERM or SIGHUP: the loop leaves after the step it is in.  A second one ends the process at once.
-
-    launched: by torchrun, which passes signals on, so that one may come twice, and kills what stays for 30 seconds.
-    """
-
-    def __init__(self, launched: bool = False):
-        self.asked, self.launched, self.before = False, launched, {}
-
-    def __enter__(self):
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
-            numbers.append(signal.SIGHUP)
-        self.before = {number: signal.signal(number, self.receive) for number in numbers}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    def receive(self, number, frame):
-        self.asked = True
-        if not self.launched:
-            for n in self.before:
-                signal.signal(n, signal.SIG_DFL)  # needs no Python to run, so that it also ends a step that hangs
-
-    def cut_short(self, windows):
-        """At least one of the windows, and no more once asked to stop."""
-        for window in windows:
-            yield window
-            if self.asked:
-                return
 
 
 def main():

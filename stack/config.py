@@ -42,6 +42,10 @@ KINDS = {int: "int", float: "float", bool: "true|false", str: "text", type(None)
 WIDTH, HELP_COLUMN = 110, 42  # characters
 
 
+class RunFailed(RuntimeError):
+    """A run cannot go on, and its settings are not to blame: exit code 1."""
+
+
 class ConfigError(ValueError):
     """Settings that cannot be used; the message says which, why, and what to write instead."""
 

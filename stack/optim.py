@@ -209,3 +209,9 @@ def lr_scale(step: int, *, schedule: str = "wsd", warmup_steps: int, max_steps: 
     progress = min((step - start) / (max_steps - start), 1.0) if max_steps > start else 1.0
     shape = 1 - math.sqrt(progress) if schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
     return min(warm, min_lr_fraction + (1 - min_lr_fraction) * shape)
+
+
+def schedule(cfg, step: int) -> float:
+    """lr_scale with a TrainConfig's settings."""
+    return lr_scale(step, schedule=cfg.schedule, warmup_steps=cfg.warmup_steps, max_steps=cfg.max_steps,
+                    decay_fraction=cfg.decay_fraction, min_lr_fraction=cfg.min_lr_fraction)

@@ -27,6 +27,7 @@ ALONE = {  # what each file that stands in stack/ itself may import
     "stack.compiled": set(), "stack.quantize": set(),
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
     "stack.metrics": {"stack.config", "stack.device"},
+    "stack.resume": {"stack.config", "stack.optim"},
     "stack.report": {"stack.config", "stack.counts", "stack.device", "stack.metrics"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py")

@@ -30,6 +30,7 @@ from stack.data.batches import Batches, TokenData
 from stack.data.shards import open_shard, read_meta, write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
 from stack.metrics import evaluate
+from stack.resume import resume_command
 
 
 @pytest.fixture(scope="session")
@@ -420,7 +421,7 @@ def test_what_to_type_next(data, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[-1] == f"saved in {out}: python sample.py '{out}'"
     assert runs.progress(out)["step"] == 4 and [line["step"] for line in runs.log(out)] == [1, 2, 3, 4]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert train.resume_command(["train.py", "--init_from=resume", "--seed=1"]) == (
+    assert resume_command(["train.py", "--init_from=resume", "--seed=1"]) == (
         "torchrun --nproc_per_node=2 train.py --seed=1 --init_from=resume")
 
 

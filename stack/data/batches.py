@@ -215,6 +215,13 @@ class Batches:
             self._next += self._stride
         return self._coming.popleft().result()  # raises here what was raised in the thread
 
+    def peek(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The next micro batch, which stays the next."""
+        if not self._coming:
+            self._coming.append(self._pool.submit(self._make, self._next))
+            self._next += self._stride
+        return self._coming[0].result()
+
     def _make(self, first):
         rows = []
         for s in range(first, first + self.micro_batch_size):
