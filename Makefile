@@ -1,10 +1,12 @@
-# make demo   a model from nothing in minutes on a CPU: data, training, held-out score, a sample
-# make env    only the environment .venv, which the others make when it is missing
-# make test   the whole suite on CPU
-# make lint   ruff
-# make faults the long fault injections, up to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
+# make demo       a model from nothing in minutes on a CPU: data, training, held-out score, a sample
+# make test       the whole suite on CPU
+# make lint       ruff
+# make env        only the environment .venv, which the others make when it is missing
+# make faults     the long fault injections, up to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
 # make exchange   the GGUF tests that need llama.cpp, which pip builds in about five minutes
-# make clean  delete .venv and caches; never data or runs
+# make clean      delete .venv and caches; never data or runs
+#
+# .venv is made by python3, or by another one: make demo PYTHON=python3.12
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready

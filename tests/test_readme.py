@@ -1,5 +1,7 @@
-"""The README's commands are read out of it and run, at tiny size, in a copy of the repository."""
+"""README.md and docs/: the quick start is read out and run, at tiny size, in a copy of the repository; every other
+command is one that exists, every number names its evidence, every file that is named is there."""
 
+import ast
 import re
 import shlex
 import shutil
@@ -10,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+         for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+README = PAGES["README.md"]
+COMING = {"docs/hacking.md"}  # linked from the README and not written yet
 SMALLER = {  # appended to a command, so that it takes seconds
     "prepare.py": ["--max_bytes", "600000"],
     "train.py": ["--max_steps=4", "--warmup_steps=1", "--compile=false", "--eval_interval=2", "--eval_tokens=4096"],
@@ -23,6 +28,22 @@ def commands(block):
     """The commands of the README's block ```bash <name>, as argument lists."""
     text = re.search(rf"^```bash {block}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1]
     return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+def section(name):
+    """A section of the README, without its heading."""
+    return README.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def printed() -> list[list[str]]:
+    """Every python and torchrun command of the pages, once, from code and from running text, as argument lists;
+    without those that have [options] in them, which are forms to fill in."""
+    text = "\n".join(PAGES.values()).replace("\\\n", " ")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^ *((?:python|torchrun) .*)$", text, re.MULTILINE)
+    found += [" ".join(code.split()) for code in re.findall(r"`((?:python|torchrun)\s[^`]+)`", prose)]
+    commands = [shlex.split(command, comments=True) for command in dict.fromkeys(found)]
+    return [argv for argv in commands if not any(arg.startswith("[") for arg in argv)]
 
 
 @pytest.fixture
@@ -61,25 +82,97 @@ def test_quick_start_is_what_make_demo_does():
     assert [argv[:len(want)] for argv, want in zip(made, printed, strict=True)] == printed
 
 
-def test_measurements_say_how():
-    """A table of measurements has in its section the command, the machine, the version and the day; each run of the
-    results is a command of its own, and its config is there."""
-    measured = [section for section in re.split(r"^## ", README, flags=re.MULTILINE)
-                if re.search(r"^\|.*(seconds|MiB|tokens/s|tokens a second).*\n\|-", section, re.MULTILINE)]
-    assert [section.split("\n")[0] for section in measured][:1] == ["What you get"] and len(measured) > 1
+@pytest.mark.parametrize("page", PAGES)
+def test_measurements_say_how(page):
+    """A table of measurements has in its section the command, the machine, the version and the day.  The lab notes say
+    machine and version once, at their top, and there too that a table without a command is only a record."""
+    top, *sections = re.split(r"^## ", PAGES[page], flags=re.MULTILINE)
+    measured = [section for section in sections
+                if re.search(r"^\|.*(seconds|MiB|tokens/s|bpb|injected).*\n\|-", section, re.MULTILINE)]
+    evidence = {"command": r"python (\w+\.py|-m \w+) |make \w+", "machine": r"(\d|two) cores|NVIDIA",
+                "version": r"torch 2\.\d+", "day": r"\b20\d\d-\d\d-\d\d\b"}
+    if page == "docs/lab-notes.md":
+        measured = [top + section for section in measured]
+        del evidence["command"]
     for section in measured:
-        for pattern in (r"`python (\w+\.py|-m \w+)\s[^`]+`", r"\b20\d\d-\d\d-\d\d\b", r"\d cores|GPU|H[12]00",
-                        r"torch 2\.\d+"):
-            assert re.search(pattern, section), f"{section[:40]}: no {pattern}"
-    rows = re.findall(r"^\|.*\d \|$", measured[0], re.MULTILINE)
+        for what, pattern in evidence.items():
+            assert re.search(pattern, section), f"{section[:40]}: no {what}"
+    expected = {"README.md": 1, "docs/speed.md": len(sections), "docs/faults.md": 1, "docs/lab-notes.md": 4}
+    assert len(measured) == expected.get(page, 0)
+
+
+def test_each_result_is_a_run():
+    """Each row of the README's results is a command of its own, whose config is there."""
+    rows = re.findall(r"^\|.*\d \|$", section("What you get"), re.MULTILINE)
     assert len(rows) >= 2
     for row in rows:
         assert (ROOT / re.search(r"`python train\.py (configs/\w+\.py)", row)[1]).exists()
 
 
-@pytest.mark.parametrize("line", sorted(set(re.findall(r"^python (?:train|account)\.py .*$", README, re.MULTILINE))))
-def test_settings_in_the_readme_exist(line):
+def test_headlines_stand_on_their_pages():
+    """Each bold number of "In numbers" is on the page that its row links to; what is a sum there is the table's."""
+    rows = re.findall(r"^\| .*\*\*.*$", section("In numbers"), re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        page = PAGES[re.search(r"\]\((.+)\)", row)[1]]
+        for number in re.findall(r"\*\*(.+?)\*\*", row):
+            assert re.search(rf"(?<![\w.,]){re.escape(number)}(?!\w|[.,]\d)", page), f"{number}, in: {row}"
+    faults, source = PAGES["docs/faults.md"], PAGES["docs/source.md"]
+    counts = re.findall(r"^\| .* \| (\d+) \| (\d+) \| .* \|$", faults, re.MULTILINE)
+    injected, survived = (sum(map(int, column)) for column in zip(*counts, strict=True))
+    assert f"{injected} injected, {survived} survived" in " ".join(faults.split())
+    assert f"In {len(re.findall('^[|] ', source, re.MULTILINE)) - 1} places" in source
+
+
+@pytest.mark.parametrize("argv", [argv for argv in printed() if {"train.py", "account.py"} & {*argv}], ids=shlex.join)
+def test_settings_exist(argv):
     """Each printed train.py and account.py command has a config that is there and settings that exist."""
     from model import ModelConfig
     from stack.config import TrainConfig, load
-    load((ModelConfig, TrainConfig), shlex.split(line, comments=True)[2:])
+    settings = argv[argv.index("train.py" if "train.py" in argv else "account.py") + 1:]
+    load((ModelConfig, TrainConfig), [arg for arg in settings if arg != "--help" and not arg.startswith("out/")])
+
+
+def flags() -> dict[tuple, set[str]]:
+    """{("-m", "bench", "step"): {"--rows"}, ...}: what is printed with the commands that take no settings."""
+    found = {}
+    for _, *argv in printed():
+        command = tuple(argv[:3 if argv[0] == "-m" else 1])
+        named = {arg for arg in argv if arg.startswith("--")} - {"--help"}
+        if named and not {"train.py", "account.py", "convert.py"} & {*argv}:  # the last are test_convert.py's
+            found[command] = found.get(command, set()) | named
+    return found
+
+
+@pytest.mark.parametrize("command", flags(), ids=" ".join)
+def test_flags_exist(command):
+    """Each printed flag is in the command's --help."""
+    done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for flag in flags()[command]:
+        assert re.search(rf"{flag}(?![\w-])", done.stdout)
+
+
+@pytest.mark.parametrize("path, word", sorted({
+    found for text in [*PAGES.values(), (ROOT / "Makefile").read_text()]
+    for found in re.findall(r"pytest (tests/\S+\.py) -k (\w+)", text)}))
+def test_chosen_tests_exist(path, word):
+    """A printed `pytest FILE -k WORD` selects something."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = [node.name.lower() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert [name for name in names if name.startswith("test_") and word.lower() in name]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_named_is_there(page):
+    """Links lead to files, and paths in a text are those of files and folders."""
+    text, here = PAGES[page], (ROOT / page).parent
+    links = {(here / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link}
+    paths = {(ROOT / path) for path in re.findall(r"(?<![\w./-])((?:stack|bench|tests|configs|docs)/[\w./-]*\w)", text)}
+    missing = {str(path.relative_to(ROOT)) for path in links | paths if not path.exists()}
+    assert missing - COMING == set()
+    assert page != "README.md" or COMING <= missing, "it has come: take it out of COMING"
+
+
+def test_readme_is_short():
+    """What it is, how to run it, where to change what; the rest is in docs/."""
+    assert README.count("\n") <= 180

@@ -1,7 +1,7 @@
-"""Where the two source texts are wrong, the right value: each line of README's "What the source got wrong" is a test.
+"""Where the two source texts are wrong, the right value: each line of docs/source.md is a test.
 
-Claims about gradients and special rows are in test_embedding.py, about resizing in test_resize.py, about the loss head
-in test_head.py and `python -m bench head`.
+Claims about gradients and special rows are in test_embedding.py, about resizing in exchange/test_resize.py, about the
+loss head in test_head.py and `python -m bench head`.
 """
 
 import math
