@@ -2,7 +2,8 @@
 
     config.py     settings: defaults, then a config file, then flags; TrainConfig; how a command ends
     compiled.py   torch.compile of blocks, head, attention, decoding
-    counts.py     parameters, FLOPs, cache bytes
+    counts.py     parameters, FLOPs, cache bytes; which parameters an optimizer moves
+    memory.py     bytes that training takes
     device.py     device, number format, peak rate
     twins.py      what computes as model.py does, faster: attached, compared, put aside
     quantize.py   weights of 8 bits

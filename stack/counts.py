@@ -1,44 +1,141 @@
-"""Parameters, FLOPs and cache bytes of a model, by formula."""
+"""Parameters, FLOPs and cache bytes of a model: counted on what GPT(cfg) builds, so a changed model.py counts right.
 
-from model import ModelConfig
+It is built on the meta device, where a tensor has a shape and nothing else.  What cannot be seen there goes by class
+and name.  An nn.Embedding is looked up, every other parameter multiplies.  Attention is a module of class Attention,
+whose wo reads heads * head_dim values.  Where it carries an int `window` > 0, a query sees so many keys, its own among
+them, else all before it: a layer that looks back less far sets this attribute, and FLOPs, MFU and account.py follow.
+"""
+
+import re
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from model import GPT, Attention, KVCache, ModelConfig
+
+PARTS = {"embed": "embedding", "pos_embed": "position", "attn": "attention", "mlp": "mlp", "norm": "norm",
+         "head": "head"}
 
 
-def num_params(cfg: ModelConfig) -> dict[str, int]:
+class _NoValues(TorchFunctionMode):
+    """nn.init does nothing: there are no values on meta, and normal_ would import the compiler there, two seconds."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def build(cfg: ModelConfig | GPT) -> GPT:
+    """The model of a config, without memory or values; one that is built already is returned as it is."""
+    if isinstance(cfg, GPT):
+        return cfg
+    with torch.device("meta"), _NoValues():
+        return GPT(cfg)
+
+
+def tables(model: GPT) -> set:
+    """Weights whose rows are looked up: those of every nn.Embedding, wherever it stands."""
+    return {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def place(name: str) -> str:
+    """Where a parameter stands in each block: blocks.3.attn.wq.weight -> attn.wq, blocks.3.gain -> gain."""
+    return re.sub(r"^blocks\.\d+\.|\.(weight|bias)$", "", name)
+
+
+def num_params(cfg: ModelConfig | GPT) -> dict[str, int]:
     """Parameters by component: every tensor the model holds, the tied table once, pad rows included.
 
-    attention = L * (2*C*H*D + 2*C*K*D), mlp = L * (3 or 2)*C*F, both plus biases; norm = per block 2 gains of C and,
-    with QK-norm, 2 of D, then the final one.
+    What is none of PARTS counts under its own name, and so does a table within one of them (attn.values).  "per_block"
+    is the mean over the blocks, rounded down.
     """
-    C, L, q, kv = cfg.d_model, cfg.n_layers, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
-    bias = int(cfg.bias)
-    attention = C * q + 2 * C * kv + q * C + bias * (q + 2 * kv + C)
-    mlp = (3 if cfg.mlp == "swiglu" else 2) * C * cfg.d_ff + bias * ((2 if cfg.mlp == "swiglu" else 1) * cfg.d_ff + C)
-    one_norm = C * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
-    block_norms = 2 * one_norm + (2 * cfg.head_dim if cfg.qk_norm else 0)
-    counts = {
-        "embedding": cfg.padded_vocab_size * C,
-        "position": cfg.max_seq_len * C if cfg.pos == "learned" else 0,
-        "attention": L * attention,
-        "mlp": L * mlp,
-        "norm": L * block_norms + one_norm,
-        "head": 0 if cfg.tie_embeddings else cfg.padded_vocab_size * C,
-    }
-    return {**counts, "total": sum(counts.values()), "per_block": attention + mlp + block_norms}
+    model = build(cfg)
+    looked_up, counts = tables(model), dict.fromkeys(PARTS.values(), 0)
+    for name, p in model.named_parameters():
+        where = place(name)
+        first = where.split(".")[0]
+        part = "norm" if "norm" in name.rpartition(".")[0] else PARTS.get(first, first)
+        if p in looked_up and name not in ("embed.weight", "pos_embed.weight"):
+            part = where
+        counts[part] = counts.get(part, 0) + p.numel()
+    in_blocks = sum(p.numel() for p in model.blocks.parameters())
+    return {**counts, "total": sum(counts.values()), "per_block": in_blocks // len(model.blocks)}
 
 
-def flops_per_token(cfg: ModelConfig, seq_len: int) -> dict[str, int]:
-    """Training FLOPs (forward + backward) per token in three conventions.
+def components(counts: dict[str, int]) -> dict[str, int]:
+    """Those of num_params that this model has, without the sums."""
+    return {part: n for part, n in counts.items() if n and part not in ("total", "per_block")}
+
+
+def lookup_params(cfg: ModelConfig | GPT) -> int:
+    """Parameters that are only looked up; a table that is also the head multiplies."""
+    model = build(cfg)
+    return sum(table.numel() for table in tables(model) - {model.head_weight})
+
+
+def attention_layers(cfg: ModelConfig | GPT) -> list[tuple[int, int]]:
+    """(heads * head_dim, window or 0 for all) of each layer that attends."""
+    return [(module.wo.in_features, getattr(module, "window", 0)) for module in build(cfg).modules()
+            if isinstance(module, Attention)]
+
+
+def mean_keys(seq_len: int, mean_doc_len: float | None = None, window: int = 0) -> float:
+    """Keys a query attends to, averaged over the sequence, the diagonal counted half (so that causal is T/2).
+
+    Position t sees min(age, t, window) tokens, its own among them.  With document masks, lengths geometric with mean m,
+    the age in its document is geometric too: the mean of min(age, n) is m (1 - q^n), q = 1 - 1/m, and summed over t
+    that is m (1 - q m (1 - q^T) / T) without a window.
+    """
+    w = min(window or seq_len, seq_len)  # from position w on all see the same number
+    if mean_doc_len is None:
+        return w - w * (w - 1) / 2 / seq_len - 0.5
+    m, q = mean_doc_len, 1 - 1 / mean_doc_len
+    return m * (1 - (q * m * (1 - q ** w) + (seq_len - w) * q ** w) / seq_len) - 0.5
+
+
+def flops_per_token(cfg: ModelConfig | GPT, seq_len: int, mean_doc_len: float | None = None) -> dict[str, int]:
+    """Training FLOPs (forward + backward) per token in three conventions; with mean_doc_len also "doc_masked".
 
     "6n": 6 per parameter that multiplies (a lookup table multiplies only where it is also the head).  "causal": plus
-    6*L*T*H*D, the scores and weighted sums a causal model needs on average over positions.  "palm": plus 12*L*T*H*D,
-    all T*T of them (PaLM, arXiv 2204.02311, appendix B; nanoGPT).
+    the scores and weighted sums a causal model needs on average over positions, 12*H*D for each key a query sees:
+    6*L*T*H*D without windows.  "palm": plus 12*L*T*H*D, all T*T of them (PaLM, arXiv 2204.02311, appendix B; nanoGPT),
+    or T times the window.  "doc_masked": as "causal", under document masks.
     """
-    counts = num_params(cfg)
-    multiplied = counts["total"] - counts["position"] - (0 if cfg.tie_embeddings else counts["embedding"])
-    attention = 6 * cfg.n_layers * seq_len * cfg.n_heads * cfg.head_dim
-    return {"6n": 6 * multiplied, "causal": 6 * multiplied + attention, "palm": 6 * multiplied + 2 * attention}
+    model = build(cfg)
+    multiplied = 6 * (num_params(model)["total"] - lookup_params(model))
+    keys = {"6n": lambda window: 0, "causal": lambda window: mean_keys(seq_len, None, window),
+            "palm": lambda window: min(window or seq_len, seq_len)}
+    if mean_doc_len is not None:
+        keys["doc_masked"] = lambda window: mean_keys(seq_len, mean_doc_len, window)
+    return {name: multiplied + round(sum(12 * width * seen(window) for width, window in attention_layers(model)))
+            for name, seen in keys.items()}
 
 
 def kv_cache_bytes_per_token(cfg: ModelConfig, bytes_per_value: int = 2) -> int:
-    """One key and one value per layer and KV head: 2*K*D*L values."""
-    return 2 * cfg.n_kv_heads * cfg.head_dim * cfg.n_layers * bytes_per_value
+    """What KVCache holds for one token of one sequence: one key and one value per layer and KV head."""
+    cache = KVCache(cfg, 1, 1, "meta", torch.uint8)
+    return bytes_per_value * (cache.k.numel() + cache.v.numel())
+
+
+def describe_groups(optimizers, model: GPT) -> list[str]:
+    """Which parameters each optimizer moves, a line for each kind: "Muon: 30 matrices, 983,040 parameters: attn.wq".
+
+    Lookup tables, of an nn.Embedding wherever it stands, are a kind of their own.  What no optimizer moves comes last.
+    """
+    names, looked_up = {p: name for name, p in model.named_parameters()}, tables(model)
+    owned = [(type(opt).__name__, [p for group in opt.param_groups for p in group["params"]]) for opt in optimizers]
+    moved = {p for _, params in owned for p in params}
+    owned.append(("no optimizer", [p for p in names if p not in moved]))
+    lines = []
+    for owner, params in owned:
+        kinds = {}
+        for p in params:
+            kind = ("table", "tables") if p in looked_up else ("vector", "vectors") if p.ndim < 2 else (
+                "matrix", "matrices")
+            kinds.setdefault(kind, []).append(p)
+        for kind, some in kinds.items():
+            lines.append(f"{owner}: {len(some)} {kind[len(some) > 1]}, {sum(p.numel() for p in some):,} parameters: "
+                         + ", ".join(dict.fromkeys(place(names[p]) for p in some)))
+    return lines

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from stack.config import written_aside
-from stack.counts import flops_per_token, kv_cache_bytes_per_token, num_params
+from stack.counts import components, flops_per_token, kv_cache_bytes_per_token, num_params
 from stack.device import machine
 from stack.metrics import draw, printable, read_log
 
@@ -120,8 +120,7 @@ def _account(model_cfg, cfg) -> list[str]:
     counts, flops = num_params(model_cfg), flops_per_token(model_cfg, cfg.seq_len)
     total, tokens = counts["total"], cfg.max_steps * cfg.batch_tokens
     cache = kv_cache_bytes_per_token(model_cfg) * model_cfg.max_seq_len
-    parts = [(name, f"{counts[name]:,} ({counts[name] / total:.1%})")
-             for name in ("embedding", "position", "attention", "mlp", "norm", "head") if counts[name]]
+    parts = [(name, f"{n:,} ({n / total:.1%})") for name, n in components(counts).items()]
     return [_table("Parameters", [*parts, ("all", f"{total:,}")]), _table("Costs", [
         ("weights in float32", f"{4 * total / 2**20:,.1f} MiB"),
         (f"bfloat16 KV cache, {model_cfg.max_seq_len:,} tokens", f"{cache / 2**20:,.2f} MiB"),

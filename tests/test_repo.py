@@ -26,6 +26,7 @@ ALONE = {  # what each file that stands in stack/ itself may import
     "stack.config": set(), "stack.counts": set(), "stack.device": set(), "stack.optim": set(),
     "stack.compiled": set(), "stack.quantize": set(),
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
+    "stack.memory": {"stack.optim"},
     "stack.metrics": {"stack.config", "stack.device"},
     "stack.resume": {"stack.config", "stack.optim"},
     "stack.report": {"stack.config", "stack.counts", "stack.device", "stack.metrics"},

@@ -11,7 +11,8 @@ import torch
 
 import account
 from model import ModelConfig
-from stack.counts import num_params
+from stack import memory
+from stack.counts import build, num_params
 
 LLAMA_1B = dict(vocab_size=128256, d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, d_ff=8192,
                 qk_norm=False)
@@ -49,8 +50,9 @@ def test_logits_against_the_training_state():
     total = num_params(ModelConfig())["total"]
     assert logits == 10_737_418_240
     assert logits / ((2 + 8) * total) == pytest.approx(10.6, abs=0.05)
-    assert logits / account.train_state_bytes(total, 84_541_440) == pytest.approx(8.4, abs=0.05)
-    naive = account.head_bytes(ModelConfig(), 32_768, torch.bfloat16)["naive"]
+    model = build(ModelConfig())
+    assert logits / memory.train_state_bytes(model, memory.optimizers_of(model, "muon")) == pytest.approx(8.4, abs=0.05)
+    naive = memory.head_bytes(ModelConfig(), 32_768, torch.bfloat16)["naive"]
     assert naive["backward_peak"] == 12 * 32_768 * 32_768
 
 

@@ -11,10 +11,10 @@ from conftest import ROOT
 from test_tensor_parallel import Watch
 from torch.distributed.device_mesh import init_device_mesh
 
-from account import block_matrices, train_state_bytes
 from model import GPT, ModelConfig
 from stack.config import TrainConfig, load
-from stack.counts import flops_per_token, num_params
+from stack.counts import build, flops_per_token, num_params
+from stack.memory import optimizers_of, train_state_bytes
 from stack.parallel import parallel
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
@@ -85,8 +85,8 @@ def test_the_tables_are_the_formulas(name):
         row = f"| {name} | {compute:,.0f} ms | {way}, {n} ranks | {size / 1e9:,.1f} GB | " + " | ".join(
             f"{ms:,.0f} ms" for ms in times) + " |"
         assert row in PAGE
-    n_muon = sum(n * shape[0] * shape[1] for shape, n in block_matrices(cfg).items())
-    assert f" {train_state_bytes(num_params(cfg)['total'], n_muon) / 1e9:.1f} GB |" in PAGE
+    model = build(cfg)
+    assert f" {train_state_bytes(model, optimizers_of(model, 'muon')) / 1e9:.1f} GB |" in PAGE
 
 
 def test_printed_commands():

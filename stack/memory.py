@@ -1,0 +1,115 @@
+"""Bytes that training takes: what lies between steps, what autograd keeps, what the loss head needs.
+
+*Training state* is what lies in memory between steps: fp32 weights and gradients, one fp32 buffer for what Muon owns,
+two for what AdamW owns.
+
+*Activations* are what autograd keeps per token from forward to backward.  Eager, every operation keeps its own inputs;
+compiled, the block keeps what it cannot cheaply compute again.  Attention scores are never kept (flash attention).
+
+*The loss head* has three figures, because they fall at different moments: bytes held from forward to backward, the peak
+inside forward and the peak inside backward, all above hidden states and weight.  "naive" is
+F.cross_entropy(F.linear(h, W).float()), which holds 4 bytes per logit, then 8, then 12.  Ours forms its gradients in
+forward, one chunk of logits at a time.
+
+The state is that of the optimizers themselves.  The other two are arithmetic on ModelConfig: what a block was changed
+to keep is not in them.  low = bytes per value of the matmuls' format: 2 for bf16 and fp16, 4 for fp32.
+"""
+
+from inspect import unwrap
+from unittest import mock
+
+import torch
+
+from model import GPT, ModelConfig, default_chunk
+from stack.optim import AdamW, Muon, Optimizer, make_optimizers
+
+MOMENTS = {Muon: 1, AdamW: 2}  # fp32 values kept per parameter; of another optimizer one step is measured
+
+
+def optimizers_of(model: GPT, name: str) -> list[Optimizer]:
+    """Those that train.py would make, over a model without values."""
+    # add_param_group as it was before a decorator that would import the compiler, two seconds, to leave it uncompiled
+    with mock.patch.object(Optimizer, "add_param_group", unwrap(Optimizer.add_param_group)):
+        return make_optimizers(model, optimizer=name)
+
+
+def owned(optimizers: list[Optimizer], kind: type) -> list[torch.Tensor]:
+    """The parameters of all optimizers of one class."""
+    return [p for opt in optimizers if type(opt) is kind for group in opt.param_groups for p in group["params"]]
+
+
+def train_state_bytes(model: GPT, optimizers: list[Optimizer]) -> int:
+    """fp32 weights, gradients of what is trained, and the optimizers' state: MOMENTS, or what a step on meta leaves.
+
+    Raises ValueError where an optimizer unknown to MOMENTS cannot step without values.
+    """
+    n_bytes = 4 * sum(p.numel() * (1 + p.requires_grad) for p in model.parameters())
+    for opt in optimizers:
+        params = [p for group in opt.param_groups for p in group["params"]]
+        if type(opt) in MOMENTS:
+            n_bytes += 4 * MOMENTS[type(opt)] * sum(p.numel() for p in params)
+            continue
+        for p in params:
+            p.grad = torch.empty_like(p)
+        try:
+            opt.step()
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(f"{type(opt).__name__}'s memory cannot be measured: it does not step without values "
+                             f"({error}).\n  Say in account.py's MOMENTS what it keeps per parameter.") from error
+        kept = [t for state in opt.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        n_bytes += sum(t.nbytes for t in kept if t.ndim)  # but for the number of the step
+    return n_bytes
+
+
+def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str = "none") -> dict[str, int]:
+    """Bytes per token that autograd keeps: of one block, and of everything around the blocks.
+
+    The residual stream is fp32 (the table is, and bf16 branches are added to it).  A norm keeps its input and 1/rms,
+    RMSNorm also the normalised values, which its gain multiplies.  Under autocast each linear casts the fp32 norm
+    output for itself, so those of q, k and v keep three copies.  Attention keeps q, k, v, its output and the
+    log-sum-exp per head.  Compiled, the fp32 intermediates are computed again from the block's input and the matmuls'
+    outputs.  remat="block" keeps the block's input alone, "selective" also what its matmuls and attention return.
+    """
+    C, F, H, K = cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads
+    q, kv, heads = H * cfg.head_dim, K * cfg.head_dim, 4 * (H + K)  # heads: 1/rms of each, or the log-sum-exp
+    up = F * (2 if cfg.mlp == "swiglu" else 1)  # what the matmuls into the MLP return
+    moments = 4 if cfg.norm == "rmsnorm" else 8  # LayerNorm keeps mean and 1/std
+    norm = 4 * C * (2 if cfg.norm == "rmsnorm" else 1) + moments
+    attention = low * (2 * q + 2 * kv) + 4 * H
+    dropped = C * (cfg.dropout > 0)  # a GPU's dropout keeps a byte per value
+    if remat == "block":
+        block = 4 * C
+    elif remat == "selective":
+        block = 4 * C + attention + low * (2 * C + up)
+    elif compiled:
+        block = 4 * C + 2 * moments + attention + 2 * dropped  # the input of the block
+        block += low * 3 * C  # both norms' outputs, wo's output
+        block += (low * (q + kv) + heads) * cfg.qk_norm  # q and k before their norm
+        block += low * (up + F)
+    else:
+        copies = (3 + up // F) if low < 4 else 2  # of norm outputs
+        block = 2 * norm + low * copies * C + attention + 2 * dropped
+        block += (8 * (q + kv) + heads) * cfg.qk_norm
+        block += low * 2 * up
+    ids_and_targets = 16
+    return {"block": block, "around": norm + 4 * C + dropped + ids_and_targets}
+
+
+def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,
+               device_type: str = "cuda") -> dict[str, dict[str, int]]:
+    """The loss head's bytes above hidden (N, C) and weight (V, C), both fp32 and multiplied in `dtype`.
+
+    Ours holds dH in the matmul's format and dW in fp32 between the passes.  Its forward peak has one chunk of logits
+    (its arithmetic is compiled at sizes that matter, so nothing else of that size exists), cast copies of hidden and
+    weight, a chunk's dW, and 8 bytes per token of loss and scale; its backward peak has dH once more, in fp32.  A CPU
+    multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does not.
+    """
+    N, V, C, low = n_tokens, cfg.padded_vocab_size, cfg.d_model, dtype.itemsize
+    chunk = default_chunk(N, V, dtype, device_type)
+    saved = low * N * C + 4 * V * C
+    forward, backward = saved + low * chunk * V + 8 * N, saved
+    if low < 4:
+        forward += low * (N + V) * C + (N > chunk) * low * V * C
+        backward += (2 if device_type == "cpu" else 1) * 4 * N * C
+    return {"naive": {"saved": 4 * N * V, "forward_peak": 8 * N * V, "backward_peak": 12 * N * V},
+            "chunked": {"saved": saved, "forward_peak": forward, "backward_peak": backward, "chunk": chunk}}
