@@ -77,7 +77,7 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
                          "the other.")
     model = counts.build(cfg)
     optimizers, looked_up = optimizers_of(model, train.optimizer), counts.tables(model)
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2 and p not in looked_up]
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     n, L = counts.num_params(model), len(model.blocks)
     total, table = n["total"], n["embedding"]
     tied, untied = (counts.num_params(replace(cfg, tie_embeddings=tie))["total"] for tie in (True, False))
@@ -103,9 +103,9 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
                     for name in ("eager", "compiled")} for remat in (train.remat, "none"))
     per_token = {name: L * act["block"] + act["around"] for name, act in acts.items()}
     head, state = head_bytes(cfg, micro_tokens, dtype), train_state_bytes(model, optimizers)
-    n_matrix = sum(p.numel() for p in matrices)
-    casts = (n_matrix if train.remat == "none" else n_matrix // L) * low * (low < 4)  # remat: of the block at work
-    n_quantized = n_matrix + table
+    n_cast = sum(p.numel() for p in matrices if p not in looked_up)
+    casts = (n_cast if train.remat == "none" else n_cast // L) * low * (low < 4)  # remat: of the block at work
+    n_quantized = sum(p.numel() for p in matrices) + table
     cache = counts.kv_cache_bytes_per_token(cfg)
     a |= {
         **{f"bytes_{name}": total * size for name, size in (("float32", 4), ("bfloat16", 2), ("int8", 1))},

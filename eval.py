@@ -34,7 +34,7 @@ def parse(argv):
                    default=8)
     instead = p.add_mutually_exclusive_group()
     instead.add_argument("--choices", metavar="FILE", help='a .jsonl of {"query", "choices", "gold"} instead, or '
-                         "HellaSwag's own; tasks.py says how it is scored")
+                         "HellaSwag's own; stack/evaluation/choices.py says how it is scored")
     instead.add_argument("--tasks", metavar="NAMES", help="tasks of lm_eval instead, with commas between; needs pip "
                          'install "lm_eval[hf]" and fetches their data')
     p.add_argument("--limit", type=int, metavar="N", help="with --choices or --tasks: the first N questions")
@@ -125,19 +125,30 @@ def answers(args, model, tokenizer, device) -> str:
     return json.dumps(result) if args.json else tasks.text(result)
 
 
-def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> tuple[dict, dict]:
-    """The embedding report; with the training shards at hand, counts and batches too."""
+def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> str:
+    """What to print about the embedding table, once it is drawn; with the training shards at hand, counts too."""
     from stack.evaluation import embeddings
+    counts, touched = None, []
     try:
         folder = data_folder(args, trained)
     except FileNotFoundError as error:
         print(f"eval.py: {error}\n  Going on without counts.", file=sys.stderr)
-        return embeddings.report(model, tokenizer, words=args.words)
-    data = open_data(folder, "train", seq_len, args.run, tokenizer)
-    counts = count_ids(data, args.max_tokens)
-    sizes = {seq_len, seq_len * trained.get("micro_batch_size", 8), trained.get("batch_tokens", 8 * seq_len)}
-    touched = [(n, rows_of_batches(data, n // seq_len)) for n in sorted(sizes) if n // seq_len <= data.n_windows]
-    return embeddings.report(model, tokenizer, counts=counts, touched=touched, words=args.words)
+    else:
+        data = open_data(folder, "train", seq_len, args.run, tokenizer)
+        counts = count_ids(data, args.max_tokens)
+        sizes = {seq_len, seq_len * trained.get("micro_batch_size", 8), trained.get("batch_tokens", 8 * seq_len)}
+        touched = [(n, rows_of_batches(data, n // seq_len)) for n in sorted(sizes) if n // seq_len <= data.n_windows]
+    result, arrays = embeddings.report(model, tokenizer, counts=counts, touched=touched, words=args.words)
+    run = Path(args.run)
+    picture = (run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png"
+    drawn = f"\n\nDrawn in {picture}"
+    try:
+        embeddings.plot(arrays, picture)
+        result["png"] = str(picture)
+    except OSError as error:
+        print(f"eval.py: no picture: {error}", file=sys.stderr)
+        result["png"], drawn = None, ""
+    return json.dumps(result) if args.json else embeddings.text(result) + drawn
 
 
 def count_ids(data, max_tokens: float | None):
@@ -182,19 +193,7 @@ def main():
         trained = state["train"] or {}  # the settings of an imported model's training are not known
         seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
         if args.embeddings:
-            from stack.evaluation import embeddings
-            result, arrays = know_table(args, model, tokenizer, trained, seq_len)
-            run = Path(args.run)
-            picture = (run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png"
-            try:
-                embeddings.plot(arrays, picture)
-                result["png"] = str(picture)
-            except OSError as error:
-                print(f"eval.py: no picture: {error}", file=sys.stderr)
-                result["png"] = None
-            print(json.dumps(result) if args.json else embeddings.text(result))
-            if result["png"] and not args.json:
-                print(f"\nDrawn in {picture}")
+            print(know_table(args, model, tokenizer, trained, seq_len))
             return
         if args.choices or args.tasks:
             print(answers(args, model, tokenizer, device))

@@ -142,6 +142,8 @@ def test_known_optimizers_leave_what_is_said_of_them(cls, moments):
         patch.setattr(memory, "MOMENTS", {})
         assert memory.train_state_bytes(model, opts) == counted
     assert counted == 8 * sum(p.numel() for p in model.parameters()) + 4 * moments * n
+    model.pos_frozen = torch.nn.Parameter(torch.empty(100, device="meta"), requires_grad=False)
+    assert memory.train_state_bytes(model, opts) == counted + 400  # no gradient
 
 
 def test_the_page_says_who_moves_what_and_what_a_changed_model_has(monkeypatch):
