@@ -100,7 +100,7 @@ def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,
     """The loss head's bytes above hidden (N, C) and weight (V, C), both fp32 and multiplied in `dtype`.
 
     Ours holds dH in the matmul's format and dW in fp32 between the passes.  Its forward peak has one chunk of logits
-    (its arithmetic is compiled at sizes that matter, so nothing else of that size exists), cast copies of hidden and
+    (its arithmetic is compiled, as --compile has it, so nothing else of that size exists), cast copies of hidden and
     weight, a chunk's dW, and 8 bytes per token of loss and scale; its backward peak has dH once more, in fp32.  A CPU
     multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does not.
     """

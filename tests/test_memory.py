@@ -141,7 +141,7 @@ def test_chunked_head_takes_the_memory_it_is_said_to():
     """In a process of its own: the compiled chunk's memory shows only in the size of the process."""
     code = textwrap.dedent("""
         import json, torch
-        from stack import memory
+        from stack import compiled, memory
         from model import ModelConfig, fused_linear_cross_entropy
         torch.set_num_threads(1)
         N, V, C = 6144, 8192, 512
@@ -159,7 +159,7 @@ def test_chunked_head_takes_the_memory_it_is_said_to():
 
         def forward():
             with torch.autocast("cpu", torch.bfloat16):
-                return fused_linear_cross_entropy(h, W, targets)
+                return fused_linear_cross_entropy(h, W, targets, arithmetic=compiled.chunk_arithmetic)
 
         forward().backward()  # compiles
         h.grad = W.grad = None
