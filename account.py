@@ -119,7 +119,8 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "activation_bytes_per_token_per_block": {name: act["block"] for name, act in acts.items()},
         "head_tokens": micro_tokens, "head_bytes": head,
         "train_peak_bytes": {name: state + casts + micro_tokens * per_token[name] + max(
-            head["chunked"]["forward_peak"],  # or, in backward, a block computed again
+            head["chunked"]["forward_peak"] + head["chunked"]["uncompiled"] * (name == "eager"),
+            # or, in backward, a block computed again
             micro_tokens * (whole[name]["block"] - acts[name]["block"])) for name in per_token},
         "kv_cache_bytes_per_token": cache,
         "kv_cache_bytes_per_token_mha": counts.kv_cache_bytes_per_token(replace(cfg, n_kv_heads=cfg.n_heads)),

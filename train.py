@@ -39,7 +39,7 @@ from stack import twins
 from stack.checkpoint import folder as checkpoint
 from stack.checkpoint.saves import Saves
 from stack.config import RunFailed, TrainConfig, describe, load, save_json, to_dict
-from stack.counts import flops_per_token, num_params
+from stack.counts import describe_groups, flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
 from stack.data.tokenizer import Tokenizer
 from stack.device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
@@ -209,6 +209,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(f"packing {cfg.packing}: {train_data.cut_share():.1%} of tokens are cut off from the beginning of their "
             f"document, {train_data.empty_share:.2%} of slots are empty")
+    for line in describe_groups(optimizers, model):
+        say(line)
     x, y, docs = batches.peek()
     for line in twins.check(model, x, y, docs if cfg.doc_mask else None, dtype=dtype, z_loss=cfg.z_loss):
         say(line)

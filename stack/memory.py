@@ -100,9 +100,9 @@ def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,
     """The loss head's bytes above hidden (N, C) and weight (V, C), both fp32 and multiplied in `dtype`.
 
     Ours holds dH in the matmul's format and dW in fp32 between the passes.  Its forward peak has one chunk of logits
-    (its arithmetic is compiled, as --compile has it, so nothing else of that size exists), cast copies of hidden and
-    weight, a chunk's dW, and 8 bytes per token of loss and scale; its backward peak has dH once more, in fp32.  A CPU
-    multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does not.
+    (compiled arithmetic has nothing else of that size; "uncompiled" is what it takes without: four fp32 copies and a
+    mask), cast copies of hidden and weight, a chunk's dW, and 8 bytes per token of loss and scale; its backward peak
+    has dH once more, in fp32.  A CPU multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does not.
     """
     N, V, C, low = n_tokens, cfg.padded_vocab_size, cfg.d_model, dtype.itemsize
     chunk = default_chunk(N, V, dtype, device_type)
@@ -112,4 +112,5 @@ def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,
         forward += low * (N + V) * C + (N > chunk) * low * V * C
         backward += (2 if device_type == "cpu" else 1) * 4 * N * C
     return {"naive": {"saved": 4 * N * V, "forward_peak": 8 * N * V, "backward_peak": 12 * N * V},
-            "chunked": {"saved": saved, "forward_peak": forward, "backward_peak": backward, "chunk": chunk}}
+            "chunked": {"saved": saved, "forward_peak": forward, "backward_peak": backward, "chunk": chunk,
+                        "uncompiled": 17 * chunk * V}}
