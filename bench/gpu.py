@@ -81,6 +81,6 @@ def run(args, device) -> bool:
     if not args.json:
         print_table(device, f"One card, {args.repeats} repeats", {
             "": "part", "tokens/s": "tok_per_s", "ms": lambda x: x["seconds"] * 1e3 if "seconds" in x else None,
-            "MFU": lambda x: percent(x["mfu"]), "of the matmul rate": lambda x: percent(x["of_gemm"]),
-            "of the bandwidth": lambda x: percent(x["of_bandwidth"]), "peak MiB": "peak_mib", "note": note}, results)
+            "MFU": percent("mfu"), "of the matmul rate": percent("of_gemm"),
+            "of the bandwidth": percent("of_bandwidth"), "peak MiB": "peak_mib", "note": note}, results)
     return any("failed" in x for x in results)

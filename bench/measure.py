@@ -148,8 +148,12 @@ def run_rows(args, device, rows: list[str], table, derive=None, command=(), cach
     return len(results) < len(rows)
 
 
-def percent(part: float | None) -> str | None:
-    return None if part is None else f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
+def percent(key: str):
+    """A column that shows a share as such."""
+    def cell(x):
+        part = x.get(key)
+        return None if part is None else f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
+    return cell
 
 
 def print_json(bench: str, device, **row):

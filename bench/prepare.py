@@ -20,10 +20,9 @@ FLAGS = {
     "--text": dict(nargs="+", default=["stdlib"], help="files, folders, globs (the interpreter's standard library)"),
     "--vocab": dict(type=int, default=32768, help="ids of the tokenizer (32768)"),
 }
-BARE = {"ours: encode_documents": "tiktoken in a bare pool", "ours: prepare.py, whole": "tiktoken in a bare pool",
-        "ours: train_tokenizer": "bare rustbpe"}
-ROWS = ["tiktoken in a bare pool", "ours: encode_documents", "ours: prepare.py, whole", "bare rustbpe",
-        "ours: train_tokenizer"]
+POOL, RUST = "tiktoken in a bare pool", "bare rustbpe"
+ROWS = {POOL: POOL, "ours: encode_documents": POOL, "ours: prepare.py, whole": POOL,  # row -> what it is held against
+        RUST: RUST, "ours: train_tokenizer": RUST}
 
 
 def documents(args) -> list[str]:
@@ -59,11 +58,11 @@ def row(args, device) -> dict:
 
 
 def run(args, device) -> bool:
-    rows, speeds = choose(args, ROWS), {}
+    rows, speeds = choose(args, list(ROWS)), {}
 
     def derive(x):
         speeds[x["row"]] = x["mb_per_s"]
-        return dict(ratio=x["mb_per_s"] / speeds.get(BARE.get(x["row"]), x["mb_per_s"]))
+        return dict(ratio=x["mb_per_s"] / speeds.get(ROWS[x["row"]], x["mb_per_s"]))
 
     def table(results):
         return (f"Text to ids, then text to {args.vocab} ids, {results[0]['mb']:.1f} MB of {' '.join(args.text)}, "

@@ -105,8 +105,8 @@ def run(args, device) -> bool:
                 f"bf16, {rates[torch.float32] / 1e9:,.0f} fp32; median of {args.repeats}"), {
             "": "row", "tokens/s": "tok_per_s", "x transformers": lambda x: ratio(x, "transformers"),
             "x llama_cpp": lambda x: ratio(x, "llama_cpp"), "limit: reading the weights": "limit_tok_per_s",
-            "of it": lambda x: percent(x["of_bandwidth"]), "prefill tokens/s": "prefill_tok_per_s",
-            "of the matmul rate": lambda x: percent(x["of_gemm"]), f"batch {args.batch} tokens/s": "batch_tok_per_s",
+            "of it": percent("of_bandwidth"), "prefill tokens/s": "prefill_tok_per_s",
+            "of the matmul rate": percent("of_gemm"), f"batch {args.batch} tokens/s": "batch_tok_per_s",
             "x batch 1": lambda x: x["batch_tok_per_s"] and x["batch_tok_per_s"] / x["tok_per_s"],
             "first call s": "first_seconds"}, results
     return run_rows(args, device, rows, table, derive, bytes_per_s=reading, prompt_tokens=args.prompt_tokens,

@@ -115,7 +115,8 @@ def our_steps(args, model_cfg: ModelConfig, cfg: TrainConfig) -> list[dict]:
 def peer_steps(args, model_cfg: ModelConfig, cfg: TrainConfig, device) -> list[dict]:
     """The same keys from a plain loop."""
     dtype, clock = pick_dtype(cfg.dtype, device), time.perf_counter
-    torch.set_float32_matmul_precision("high")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic, as in train.py
     torch.use_deterministic_algorithms(cfg.deterministic)
     torch.manual_seed(cfg.seed)
@@ -127,8 +128,8 @@ def peer_steps(args, model_cfg: ModelConfig, cfg: TrainConfig, device) -> list[d
                                  betas=(cfg.beta1, cfg.beta2))
     batches = Batches(TokenData(cfg.data_dir, "train", seq_len=cfg.seq_len), seed=cfg.seed, device=device,
                       micro_batch_size=cfg.micro_batch_size)
-    lines = []
-    for _ in range(2 + args.repeats):
+
+    def step() -> dict:
         start = clock()
         x, y, docs = next(batches)
         fetched = clock()
@@ -143,9 +144,9 @@ def peer_steps(args, model_cfg: ModelConfig, cfg: TrainConfig, device) -> list[d
         optimizer.zero_grad(set_to_none=True)
         synchronize(device)
         took = clock() - start
-        lines.append(dict(loss=loss.item(), step_ms=took * 1e3, data_wait=(fetched - start) / took))
-    batches.close()
-    return lines
+        return dict(loss=loss.item(), step_ms=took * 1e3, data_wait=(fetched - start) / took)
+    with contextlib.closing(batches):
+        return [step() for _ in range(2 + args.repeats)]
 
 
 def row(args, device) -> dict:
@@ -181,6 +182,7 @@ def run(args, device) -> bool:
         long = x["optimizer_seconds"] + 16 / cfg.micro_batch_size * (x["seconds"] - x["optimizer_seconds"])
         flops = x["tok_per_s"] * x["flops_per_token"]
         return dict(of_floor=flops / rate, mfu=flops / peak if peak else None,
+                    optimizer_share=x["optimizer_seconds"] / x["seconds"],
                     optimizer_of_16=x["optimizer_seconds"] / long)
 
     def table(results):
@@ -190,11 +192,10 @@ def run(args, device) -> bool:
                 f"{dtype}, document masks {'on' if cfg.doc_mask else 'off'}, matmuls {rate / 1e9:,.0f} GFLOP/s, median "
                 f"of {args.repeats}"), {
             "": "row", "tokens/s": "tok_per_s", "x best compiled peer": lambda x: best and x["tok_per_s"] / best,
-            "of the floor": lambda x: percent(x.get("of_floor")), "MFU": lambda x: percent(x.get("mfu")),
-            "peak MiB": "peak_mib", "of it weights, gradients, moments": "state_mib", "first step s": "first_seconds",
-            "optimizer share": lambda x: percent("seconds" in x and x["optimizer_seconds"] / x["seconds"] or None),
-            "with 16 sequences": lambda x: percent(x.get("optimizer_of_16")),
-            "data wait": lambda x: percent(x.get("data_wait")),
+            "of the floor": percent("of_floor"), "MFU": percent("mfu"), "peak MiB": "peak_mib",
+            "of it weights, gradients, moments": "state_mib", "first step s": "first_seconds",
+            "optimizer share": percent("optimizer_share"), "with 16 sequences": percent("optimizer_of_16"),
+            "data wait": percent("data_wait"),
         }, [*results, floor]
     return run_rows(args, device, rows, table, derive, gemm_flops=rate, seq_len=cfg.seq_len,
                     micro_batch_size=cfg.micro_batch_size, optimizer=cfg.optimizer, doc_mask=cfg.doc_mask, dtype=dtype)
