@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bench import peers
-from bench.measure import choose, matmul_rate, peak_mib, run_rows, seconds, spread
+from bench.measure import choose, matmul_rate, reset_peak, run_rows, seconds, spread
 from model import default_chunk, fused_linear_cross_entropy
 from stack import compiled
 from stack.cpu import kernels
@@ -38,11 +38,6 @@ def checkpointed(hidden, weight, targets, chunk: int = 4096):
     return torch.stack(sums).sum() / (targets != -100).sum().clamp(min=1)
 
 
-def torch_chunked(hidden, weight, targets, policy: str):
-    options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)
-    return F.linear_cross_entropy(hidden, weight, targets, options=options)
-
-
 def liger(hidden, weight, targets):
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     return LigerFusedLinearCrossEntropyLoss()(weight, hidden, targets)
@@ -58,7 +53,8 @@ def head_rows(device) -> dict:
     rows = {"naive": naive, "compiled naive": naive, "checkpointed 4096": checkpointed}
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         for policy in ("accurate", "auto"):
-            rows[f"F.linear_cross_entropy {policy}"] = functools.partial(torch_chunked, policy=policy)
+            options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)
+            rows[f"F.linear_cross_entropy {policy}"] = functools.partial(F.linear_cross_entropy, options=options)
     for name, package, call in (("Liger-Kernel", "liger_kernel", liger),
                                 ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy)):
         if device.type == "cuda" and peers.installed(package):
@@ -104,7 +100,9 @@ def row(args, device) -> dict:
         return loss
     times = seconds(step, device, args.repeats)
     hidden.grad = weight.grad = None
-    result = dict(row=args.row, **spread(times), peak_mib=peak_mib(step, device))
+    peak = reset_peak(device)
+    step()
+    result = dict(row=args.row, **spread(times), peak_mib=peak())
     if args.folder:
         loss, dh, dw = torch.load(Path(args.folder) / "truth.pt", mmap=True)
         result["loss_error"] = (abs(step().detach().cpu() - loss) / loss).item()

@@ -14,6 +14,7 @@ import datetime
 import gc
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -49,39 +50,23 @@ def seconds(call, device, repeats: int) -> list[float]:
     return times
 
 
-def resident_mib(key: str) -> float:
-    """VmRSS (now) or VmHWM (highest since the last reset) of this process."""
-    line, = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) / 1024
-
-
-def reset_peak(device) -> float | None:
-    """Forget the highest use of memory so far; returns MiB in use now, None where they cannot be measured."""
+def reset_peak(device):
+    """Forget the highest use of memory so far.  Returns a function: MiB of the highest use since the last reset above
+    what is in use now, None where it cannot be measured."""
+    def resident(key):  # VmRSS: now, VmHWM: the highest
+        return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device) / 2**20
-    if sys.platform != "linux" or device.type != "cpu":
-        return None
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the warm-up freed is not what the call needs
-    Path("/proc/self/clear_refs").write_text("5")  # 5: set the high-water mark back to now
-    return resident_mib("VmRSS")
-
-
-def peak_since(before: float | None, device) -> float | None:
-    """MiB of the highest use since reset_peak, above `before`."""
-    if before is None:
-        return None
-    highest = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else resident_mib("VmHWM")
-    return round(highest - before, 1)
-
-
-def peak_mib(call, device) -> float | None:
-    """Memory that one call needs above what is held before it; None where it cannot be measured."""
-    before = reset_peak(device)
-    call()
-    return peak_since(before, device)
+        now, highest = torch.cuda.memory_allocated(device), lambda: torch.cuda.max_memory_allocated(device)
+    elif device.type == "cpu" and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the warm-up freed is not what the call needs
+        Path("/proc/self/clear_refs").write_text("5")  # 5: set the high-water mark back to now
+        now, highest = resident("VmRSS"), lambda: resident("VmHWM")
+    else:
+        return lambda: None
+    return lambda: round((highest() - now) / 2**20, 1)
 
 
 def matmul_rate(device, dtype) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bench import peers
-from bench.measure import choose, matmul_rate, peak_since, percent, read_rate, reset_peak, run_rows, seconds
+from bench.measure import choose, matmul_rate, percent, read_rate, reset_peak, run_rows, seconds
 from bench.step import settings
 from model import GPT, ModelConfig, generate
 from stack.counts import flops_per_token
@@ -66,7 +66,7 @@ def row(args, device) -> dict:
             raise ValueError(f"{got} tokens instead of {n_new}")
         return statistics.median(seconds(lambda: generated(prompts, n_new), device, args.repeats))
     with tempfile.TemporaryDirectory() as folder:
-        before, (who, precision, *how) = reset_peak(device), args.row.split(" ")
+        peak, (who, precision, *how) = reset_peak(device), args.row.split(" ")
         if who == "ours":
             generated, weight_bytes = our_decoder(precision, model_cfg, device, cfg.compile and not how)
         else:
@@ -77,7 +77,7 @@ def row(args, device) -> dict:
     head = 2 * model_cfg.padded_vocab_size * model_cfg.d_model  # at the last position only
     return dict(
         row=args.row, tok_per_s=args.new_tokens / one, first_seconds=firsts[0], weight_bytes=weight_bytes,
-        peak_mib=peak_since(before, device), prefill_tok_per_s=args.prefill_tokens / prefill,
+        peak_mib=peak(), prefill_tok_per_s=args.prefill_tokens / prefill,
         prefill_flops=(args.prefill_tokens * (flops - head) + head) / prefill,
         batch=args.batch, batch_tok_per_s=rows and args.batch * args.new_tokens / rows)
 

@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bench import peers
-from bench.measure import ROOT, choose, matmul_rate, peak_since, percent, reset_peak, run_rows, spread, synchronize
+from bench.measure import ROOT, choose, matmul_rate, percent, reset_peak, run_rows, spread, synchronize
 from model import ModelConfig
 from stack.config import TrainConfig, load, save_json
 from stack.counts import flops_per_token
@@ -57,7 +57,7 @@ class Watch:
     """Called by PyTorch around each optimizer's steps, whoever's loop makes them; raises Measured after so many."""
 
     def __init__(self, device, steps: int):
-        self.device, self.steps, self.imported = device, steps, reset_peak(device)
+        self.device, self.steps, self.above_imports = device, steps, reset_peak(device)
         self.seconds, self.looking = {}, 0.0  # optimizer -> seconds of each of its steps; seconds of our own
 
     def before(self, optimizer, *_):
@@ -71,21 +71,21 @@ class Watch:
         ended = time.perf_counter()
         self.seconds[optimizer].append(ended - self.started)
         if len(self.seconds[optimizer]) == 1:
-            self.held = reset_peak(self.device)  # weights, gradients, moments and the compiler's leftovers
+            self.above_held = reset_peak(self.device)  # weights, gradients, moments and the compiler's leftovers
             self.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             self.looking += time.perf_counter() - ended
         elif len(self.seconds[optimizer]) == self.steps:
-            self.peaks = [peak_since(before, self.device) for before in (self.imported, self.held)]
+            self.peak, self.above = self.above_imports(), self.above_held()  # after the run is too late
 
     def seen(self) -> dict:
         weights = sum(p.nbytes for o in self.seconds for group in o.param_groups for p in group["params"])
         moments = sum(t.nbytes for o in self.seconds for state in o.state.values() for t in state.values()
                       if torch.is_tensor(t))
-        peak, above = self.peaks
+        if self.above is not None:  # the gradients were among what was held
+            self.above = round(self.above + weights / 2**20, 1)
         return dict(recompiled=torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs,
                     optimizer_seconds=sum(statistics.median(times[2:]) for times in self.seconds.values()),
-                    peak_mib=peak, step_mib=above if above is None else round(above + weights / 2**20, 1),
-                    state_mib=round((2 * weights + moments) / 2**20, 1))
+                    peak_mib=self.peak, step_mib=self.above, state_mib=round((2 * weights + moments) / 2**20, 1))
 
 
 def write_data(folder, model_cfg: ModelConfig, cfg: TrainConfig):
