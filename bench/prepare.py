@@ -9,9 +9,6 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
-import rustbpe
-import tiktoken
-
 from bench.measure import ROOT, choose, run_rows, seconds, spread
 from stack.data.sources import Reader, Source
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer, train_tokenizer
@@ -31,6 +28,8 @@ def documents(args) -> list[str]:
 
 def row(args, device) -> dict:
     """All of the documents are held in memory (but for the command)."""
+    import rustbpe
+    import tiktoken
     words, workers, texts = Tokenizer.load(args.folder), os.cpu_count(), documents(args)
     bare = tiktoken.Encoding("bare", pat_str=words.pattern, mergeable_ranks=words.ranks, special_tokens={})
 
