@@ -12,6 +12,7 @@ import pytest
 import runs
 import torch
 from conftest import ROOT, tiny_config
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import model
 from bench import __main__ as bench
@@ -43,6 +44,27 @@ def test_peak_memory():
         peak = measure.reset_peak(cpu)
         touch(mib)
         assert abs(peak() - mib) < 5
+
+
+def test_watch():
+    """Seen from an optimizer: memory of a step above weights and moments, their size, graphs compiled late, the end."""
+    p = torch.nn.Parameter(torch.zeros(8 << 18))  # 8 MiB
+    optimizer, watch = torch.optim.AdamW([p], fused=True), step.Watch(torch.device("cpu"), 4)
+
+    def one_step():
+        torch.empty(100 << 18).fill_(1.0)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        p.grad = None
+    with register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after):
+        for _ in range(4):
+            one_step()
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] += 2
+        with pytest.raises(step.Measured):
+            one_step()
+    seen = watch.seen()
+    assert (seen["state_mib"], seen["recompiled"]) == (32, 2) and 0 < seen["optimizer_seconds"] < 1
+    assert abs(seen["step_mib"] - 108) < 5 and 15 < seen["peak_mib"] - seen["step_mib"] < 40  # 16: the moments
 
 
 def test_seconds():
