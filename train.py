@@ -298,6 +298,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
+        del grads  # else they are held until the next step's are there
         n_valid = int(totals[1])
         state |= {"step": step + 1, "seqs_seen": state["seqs_seen"] + batch_seqs, "tokens": state["tokens"] + n_valid}
         if state["bad_steps"] >= cfg.max_bad_steps:

@@ -30,10 +30,6 @@ def installed(*packages: str) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
-
-
 class PlainBlock(nn.Module):
     """The block in PyTorch's own modules, nothing fused or split by hand.  x (B, T, C) -> (B, T, C)."""
 
@@ -73,7 +69,7 @@ def plain_rope(x, cos, sin):
 
 
 class PlainGPT(nn.Module):
-    """The model, with the loss of full logits.  ids (B, T), targets (B, T), mask bool (B, 1, T, T) or None -> ()."""
+    """The model, with the loss of full logits.  ids, targets, docs (B, T), docs or None -> ()."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -88,8 +84,9 @@ class PlainGPT(nn.Module):
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, ids, targets, mask=None):
+    def forward(self, ids, targets, docs=None):
         T, x, rope = ids.shape[1], self.embed(ids), None
+        mask = None if docs is None else (docs[:, :, None] == docs[:, None]).tril()[:, None]  # (B, 1, T, T)
         if self.pos_embed is not None:
             x = x + self.pos_embed.weight[:T]
         else:
@@ -106,18 +103,17 @@ def gpt2_shape(cfg: ModelConfig) -> ModelConfig:
                    n_kv_heads=cfg.n_heads, d_ff=4 * cfg.d_model)
 
 
-def trained(peer: str, cfg: ModelConfig, device):
-    """(model, loss_of(x, y, docs), its shape) of plain, GPT-2, transformers or litgpt; only plain takes docs (B, T)."""
-    if peer in ("plain", "GPT-2"):
-        cfg = gpt2_shape(cfg) if peer == "GPT-2" else cfg
-        model = PlainGPT(cfg).to(device)
+def transformers_model(cfg: ModelConfig):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf.settings_to_hf(cfg)))
 
-        def loss_of(x, y, docs):
-            mask = None if docs is None else (docs[:, :, None] == docs[:, None]).tril()[:, None]
-            return model(x, y, mask)
+
+def trained(peer: str, cfg: ModelConfig, device):
+    """(model, loss_of(x, y, docs)) of plain, GPT-2, transformers or litgpt; only plain takes docs (B, T)."""
+    if peer in ("plain", "GPT-2"):
+        loss_of = model = PlainGPT(gpt2_shape(cfg) if peer == "GPT-2" else cfg).to(device)
     elif peer == "transformers":
-        from transformers import AutoConfig, AutoModelForCausalLM
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf.settings_to_hf(cfg))).to(device)
+        model = transformers_model(cfg).to(device)
 
         def loss_of(x, y, docs):
             return model(input_ids=x, labels=x, use_cache=False).loss  # shifts the labels itself
@@ -136,11 +132,7 @@ def trained(peer: str, cfg: ModelConfig, device):
 
         def loss_of(x, y, docs):
             return chunked_cross_entropy(model(x), y, chunk_size=0)
-    return model, loss_of, cfg
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Decoding
+    return model, loss_of
 
 
 def decoder(peer: str, precision: str, cfg: ModelConfig, device, folder: Path):
@@ -158,9 +150,8 @@ def decoder(peer: str, precision: str, cfg: ModelConfig, device, folder: Path):
             other.reset()  # else it keeps what it has read of an equal prompt
             return list(itertools.islice(other.generate(prompts[0], temp=0.0, repeat_penalty=1.0), n_new))
         return decode, path.stat().st_size
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf.settings_to_hf(cfg)))
-    model = model.to(device, PRECISIONS[precision]).eval()
+    from transformers import GenerationConfig
+    model = transformers_model(cfg).to(device, PRECISIONS[precision]).eval()
 
     def decode(prompts, n_new):
         ids, greedy = torch.tensor(prompts, device=device), GenerationConfig(max_new_tokens=n_new, pad_token_id=0)
@@ -168,14 +159,18 @@ def decoder(peer: str, precision: str, cfg: ModelConfig, device, folder: Path):
     return decode, sum(p.nbytes for p in model.parameters())
 
 
-def write_gguf(cfg: ModelConfig, folder: Path, kind: str) -> Path:
-    """A random model as llama.cpp reads it, through convert.py, with a vocabulary of bytes, pairs and triples."""
+def made_tokenizer(vocab_size: int) -> Tokenizer:
+    """A vocabulary of bytes, pairs and triples, behind them the special tokens."""
     tokens = itertools.chain(*(itertools.product(range(256), repeat=n) for n in (1, 2, 3)))
-    n = cfg.vocab_size - len(SPECIALS)
-    words = Tokenizer(PATTERN, {bytes(token): i for i, token in enumerate(itertools.islice(tokens, n))},
-                      {name: n + i for i, name in enumerate(SPECIALS)})
-    checkpoint.save(folder / "run", "ckpt_last", model=GPT(cfg), tokenizer=words, model_cfg=cfg,
-                    state={"progress": {"step": 0}, "data": None})
+    n = max(vocab_size - len(SPECIALS), 0)
+    return Tokenizer(PATTERN, {bytes(token): i for i, token in enumerate(itertools.islice(tokens, n))},
+                     {name: n + i for i, name in enumerate(SPECIALS)})
+
+
+def write_gguf(cfg: ModelConfig, folder: Path, kind: str) -> Path:
+    """A random model as llama.cpp reads it, through convert.py."""
+    checkpoint.save(folder / "run", "ckpt_last", model=GPT(cfg), tokenizer=made_tokenizer(cfg.vocab_size),
+                    model_cfg=cfg, state={"progress": {"step": 0}, "data": None})
     subprocess.run([sys.executable, Path(__file__).parent.with_name("convert.py"), "gguf", folder / "run",
                     folder / "model.gguf", "--type", kind], check=True, capture_output=True)
     return folder / "model.gguf"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from conftest import document_ids
 from safetensors.torch import load_file
 from test_metrics import FakeWandb
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from model import GPT, ModelConfig
@@ -201,6 +203,19 @@ def test_clipping_and_learning_rates(data, tmp_path):
     assert a[5]["loss"] != b[5]["loss"]
     assert [line["lr"] for line in a] == pytest.approx([5e-4] + [1e-3] * 8 + [1e-3 * (1 - math.sqrt(0))])
     assert a[-1]["lr_scale"] == 1.0  # the last of 10 steps is where the decay of the last 10 % begins
+
+
+def test_gradients_go_with_their_step(data, tmp_path, monkeypatch):
+    """The next step begins without the last one's gradients: as much memory as the weights."""
+    seen = []
+
+    def collect(optimizer, *_):
+        seen.extend(weakref.ref(p.grad) for group in optimizer.param_groups for p in group["params"])
+    left = []
+    runs.at(monkeypatch, lambda step: left.append(sum(ref() is not None for ref in seen)))
+    with register_optimizer_step_post_hook(collect):
+        runs.run(data, tmp_path / "run", max_steps=3)
+    assert left == [0, 0, 0] and len(seen) > 3
 
 
 def test_fp16_scaler(data, tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,11 +12,13 @@ import pytest
 import runs
 import torch
 from conftest import ROOT, tiny_config
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import model
 from bench import __main__ as bench
-from bench import peers
+from bench import gpu, head, measure, peers, prepare, sample, step
 from model import GPT
+from stack import device
 from stack.counts import num_params
 from stack.exchange import hf
 
@@ -38,27 +41,50 @@ def test_peak_memory():
     cpu = torch.device("cpu")
     touch(300)
     for mib in (200, 50):
-        assert abs(bench.peak_mib(lambda mib=mib: touch(mib), cpu) - mib) < 5
+        peak = measure.reset_peak(cpu)
+        touch(mib)
+        assert abs(peak() - mib) < 5
+
+
+def test_watch():
+    """Seen from an optimizer: memory of a step above weights and moments, their size, graphs compiled late, the end."""
+    p = torch.nn.Parameter(torch.zeros(8 << 18))  # 8 MiB
+    optimizer, watch = torch.optim.AdamW([p], fused=True), step.Watch(torch.device("cpu"), 4)
+
+    def one_step():
+        torch.empty(100 << 18).fill_(1.0)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        p.grad = None
+    with register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after):
+        for _ in range(4):
+            one_step()
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] += 2
+        with pytest.raises(step.Measured):
+            one_step()
+    seen = watch.seen()
+    assert (seen["state_mib"], seen["recompiled"]) == (32, 2) and 0 < seen["optimizer_seconds"] < 1
+    assert abs(seen["step_mib"] - 108) < 5 and 15 < seen["peak_mib"] - seen["step_mib"] < 40  # 16: the moments
 
 
 def test_seconds():
     """One call more than repeats is made, and only the repeats are timed."""
     calls = []
-    assert len(bench.seconds(lambda: calls.append(1), torch.device("cpu"), 4)) == 4 and len(calls) == 5
+    assert len(measure.seconds(lambda: calls.append(1), torch.device("cpu"), 4)) == 4 and len(calls) == 5
 
 
 @pytest.mark.parametrize("name", ["naive", "checkpointed 4096", "F.linear_cross_entropy accurate",
                                   "F.linear_cross_entropy auto", "ours"])
 def test_rows_compute_the_same(name):
     """Every row is the same loss with the same gradients (PyTorch's chunked one in fp32, where it is right)."""
-    rows = bench.head_rows(torch.device("cpu"))
-    if name not in rows:
+    calls = head.head_rows(torch.device("cpu"))
+    if name not in calls:
         pytest.skip(f"torch {torch.__version__} has no {name}")
     args = argparse.Namespace(n_tokens=96, d_model=16, vocab=512, dtype="float32")
-    hidden, weight, targets = bench.head_inputs(args, torch.device("cpu"))
-    loss = rows[name](hidden, weight, targets)
+    hidden, weight, targets = head.head_inputs(args, torch.device("cpu"))
+    loss = calls[name](hidden, weight, targets)
     loss.backward()
-    for got, want in zip((loss, hidden.grad, weight.grad), bench.head_truth(hidden, weight, targets, chunk=40),
+    for got, want in zip((loss, hidden.grad, weight.grad), head.head_truth(hidden, weight, targets, chunk=40),
                          strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-7)
 
@@ -66,9 +92,9 @@ def test_rows_compute_the_same(name):
 def test_checkpointed_chunks():
     """The checkpointed row really works in chunks, ignored targets included."""
     args = argparse.Namespace(n_tokens=96, d_model=16, vocab=512, dtype="float32")
-    hidden, weight, targets = bench.head_inputs(args, torch.device("cpu"))
+    hidden, weight, targets = head.head_inputs(args, torch.device("cpu"))
     targets[:30] = -100
-    chunked, whole = bench.checkpointed(hidden, weight, targets, chunk=25), bench.naive(hidden, weight, targets)
+    chunked, whole = head.checkpointed(hidden, weight, targets, chunk=25), head.naive(hidden, weight, targets)
     torch.testing.assert_close(chunked, whole)
 
 
@@ -86,14 +112,14 @@ def test_head_table_of_chunks():
 def test_a_row_that_fails(monkeypatch, capsys):
     """A row that breaks is reported on stderr, the others are still measured, and the exit code says so."""
     monkeypatch.setattr(sys, "argv", ["bench.py", "head", "--json", "--rows=naive", *SMALL])
-    monkeypatch.setattr(bench, "in_fresh_processes", lambda *args, **facts: [])
-    monkeypatch.setattr(bench, "matmul_rate", lambda *args: 1.0)
+    monkeypatch.setattr(measure, "run_row", lambda command, row, **_: dict(row=row, failed="it broke"))
+    monkeypatch.setattr(head, "matmul_rate", lambda *args: 1.0)
     with pytest.raises(SystemExit) as error:
         bench.main()
-    assert error.value.code == 1
+    assert error.value.code == 1 and "row 'naive' failed: it broke" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(sys, "argv", ["bench.py", "head", *SMALL])
-    assert not bench.in_fresh_processes(argparse.Namespace(), torch.device("cpu"), ["no such row"])
+    assert measure.run_rows(argparse.Namespace(), torch.device("cpu"), ["no such row"], table=None)
     assert "row 'no such row' failed: KeyError" in capsys.readouterr().err
 
 
@@ -105,13 +131,15 @@ def here(monkeypatch, capsys):
         bench.main()
 
     def run_row(command, row, timeout=None, cache=None):
-        out = io.StringIO()
+        argv, out = sys.argv, io.TextIOWrapper(io.BytesIO(), write_through=True)
         with contextlib.redirect_stdout(out):
             try:
                 main(*command, "--row", row)
             except Exception as error:
                 return dict(row=row, failed=f"{type(error).__name__}: {error}")
-        return json.loads(out.getvalue().splitlines()[-1])
+            finally:
+                sys.argv = argv  # a row that is train.py has its own
+        return json.loads(out.buffer.getvalue().splitlines()[-1])
 
     def call(*argv):
         code = 0
@@ -120,14 +148,14 @@ def here(monkeypatch, capsys):
         except SystemExit as end:
             code = end.code or 0
         return code, *capsys.readouterr()
-    monkeypatch.setattr(bench, "run_row", run_row)
-    monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)  # is for good, and other tests measure memory
-    monkeypatch.setitem(bench.READ_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(bench.MATMUL_SIZE, "cpu", 256)
+    monkeypatch.setattr(measure, "run_row", run_row)
+    monkeypatch.setattr(gpu, "run_row", run_row)
+    monkeypatch.setattr(device, "keep_freed_memory", lambda: None)  # is for good, and other tests measure memory
+    monkeypatch.setitem(measure.READ_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(measure.MATMUL_SIZE, "cpu", 256)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(bench.gc, "collect", lambda: 0)  # half a second in a process full of other tests' modules
+    monkeypatch.setattr(measure.gc, "collect", lambda: 0)  # half a second in a process full of other tests' modules
     yield call
-    bench.compiled.cache_clear()
     torch.compiler.set_stance("default")
 
 
@@ -153,7 +181,7 @@ def test_plain_model_is_ours(shape):
     """With the same weights the plain model has our loss and our gradients: it is the same work."""
     cfg = tiny_config(vocab_size=320)
     cfg = peers.gpt2_shape(cfg) if shape == "GPT-2" else cfg
-    ours, (plain, loss_of, _) = GPT(cfg), peers.trained("plain", cfg, "cpu")
+    ours, (plain, loss_of) = GPT(cfg), peers.trained("plain", cfg, "cpu")
     plain.load_state_dict({k.replace(".attn.", ".").replace(".mlp.", "."): v for k, v in ours.state_dict().items()})
     ids = torch.randint(0, 320, (2, 33))
     docs = (ids[:, :-1] < 60).cumsum(1) if shape == "document masks" else None
@@ -169,7 +197,7 @@ def test_packages_train_our_model(peer):
     """As many parameters as ours; transformers, which takes our weights, has our loss."""
     pytest.importorskip(peer)
     cfg = tiny_config(vocab_size=320)
-    ours, (theirs, loss_of, _) = GPT(cfg), peers.trained(peer, cfg, "cpu")
+    ours, (theirs, loss_of) = GPT(cfg), peers.trained(peer, cfg, "cpu")
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
     ids = torch.randint(0, 320, (2, 32))
     if peer == "transformers":
@@ -185,9 +213,8 @@ def test_step_is_what_train_does(tmp_path, monkeypatch, here):
                                    z_loss=0.0, n_layers=1)
     monkeypatch.setattr(runs.train, "keep_freed_memory", lambda: None)
     runs.train.run(model_cfg, cfg)
-    monkeypatch.setattr(bench, "step_batches", lambda folder, model_cfg, cfg, device: bench.Batches(
-        bench.TokenData(data, "train", seq_len=32), seed=cfg.seed, micro_batch_size=2))
-    row = bench.run_row(["step", *TINY, "--z_loss=0"], "ours")
+    monkeypatch.setattr(step, "write_data", lambda folder, *_: shutil.copytree(data, folder, dirs_exist_ok=True))
+    row = measure.run_row(["step", *TINY, "--z_loss=0"], "ours")
     assert row["loss"] == pytest.approx(runs.log(tmp_path / "run")[0]["loss"], rel=1e-6)
     assert row["state_mib"] == pytest.approx(16 * num_params(model_cfg)["total"] / 2**20, abs=0.05)
 
@@ -212,7 +239,7 @@ def test_sample(here):
     code, out, err = here("sample", "--json", *sizes, *TINY)
     assert code == 0, err
     rows = {row["row"]: row for line in out.splitlines() for row in [json.loads(line)]}
-    assert list(rows) == bench.sample_rows()
+    assert list(rows) == sample.sample_rows()
     half, quarter = (rows[f"ours {how}"]["weight_bytes"] for how in ("bf16", "int8"))
     assert rows["ours fp32"]["weight_bytes"] == 2 * half and half > quarter > 320 * 32 * 2  # the table stays bf16
     for row in rows.values():
@@ -235,8 +262,8 @@ def test_prepare(here):
     """Ours beside the bare libraries over the same text."""
     code, out, err = here("prepare", "--repeats=1", "--vocab=400", "--text", ROOT / "prepare.py", ROOT / "train.py")
     assert code == 0, err
-    assert list(table(out)) == bench.PREPARE
-    assert [table(out)[row]["x the bare one"] for row in (bench.PREPARE[0], bench.PREPARE[3])] == ["1", "1"]
+    assert list(table(out)) == list(prepare.ROWS)
+    assert [table(out)[row]["x the bare one"] for row in (prepare.POOL, prepare.RUST)] == ["1", "1"]
 
 
 def test_growth(here, monkeypatch):
@@ -250,7 +277,7 @@ def test_growth(here, monkeypatch):
     assert (few["tokens"], many["tokens"]) == (256, 2048) and few["state_mib"] == many["state_mib"]
     assert deep["state_mib"] > shallow["state_mib"] and deep["row"] == "n_layers=2"
     assert many["head_mib"] < few["head_mib"] + 8  # all of the logits would be 28 MiB more, and as much again
-    monkeypatch.setattr(bench, "in_fresh_processes", lambda *args: [rows.pop(0) for _ in args[2]])
+    monkeypatch.setattr(measure, "run_row", lambda *args, **_: rows.pop(0))
     monkeypatch.setitem(many, "seconds", few["seconds"] + 1)
     monkeypatch.setitem(deep, "step_mib", shallow["step_mib"] + 3)
     _, batch, layers = here("growth", *tiny)[1].split("Our training step")
@@ -264,18 +291,18 @@ def test_gpu_dry_run(here, monkeypatch):
     code, out, err = here("gpu", *TINY)
     assert code == 0, out + err
     rows = table(out)
-    assert list(rows) == [what for what, _, _ in bench.gpu_parts(argparse.Namespace(
+    assert list(rows) == [what for what, _, _ in gpu.gpu_parts(argparse.Namespace(
         settings=TINY[2:], repeats=1), torch.device("cpu"))]
     assert "TFLOP/s" in rows["ceilings"]["note"] and rows["step, 16 x 32"]["of the matmul rate"].endswith("%")
     assert rows["sample, batch 1 and 64"]["of the bandwidth"].endswith("%")
-    parts = bench.gpu_parts
-    monkeypatch.setattr(bench, "gpu_parts", lambda *args: [
+    parts = gpu.gpu_parts
+    monkeypatch.setattr(gpu, "gpu_parts", lambda *args: [
         part for part in parts(*args) if part[2] in ("ceilings", "ours bf16")])
     ceilings, sampled = map(json.loads, here("gpu", "--json", *TINY)[1].splitlines())
     assert sampled["of_bandwidth"] == pytest.approx(
         sampled["tok_per_s"] * sampled["weight_bytes"] / ceilings["read_bytes_per_s"])
-    monkeypatch.setattr(bench, "gpu_parts", lambda *args: [*parts(*args)[:2], parts(*args)[-1]])
-    monkeypatch.setattr(bench, "step_model", lambda *args: 1 / 0)
+    monkeypatch.setattr(gpu, "gpu_parts", lambda *args: [*parts(*args)[:2], parts(*args)[-1]])
+    monkeypatch.setattr(step, "write_data", lambda *args: 1 / 0)
     code, out, _ = here("gpu", *TINY)
     (_, first), (_, broken), (_, last) = table(out).items()
     assert code == 1 and "TFLOP/s" in first["note"] and last["ms"]
@@ -286,7 +313,7 @@ def test_gpu_dry_run(here, monkeypatch):
 
 def test_a_row_that_hangs():
     """A row is given up when its time is over."""
-    assert bench.run_row(["head", *SMALL], "ours", timeout=0.1)["failed"] == "not ready after 0 s"
+    assert measure.run_row(["head", *SMALL], "ours", timeout=0.1)["failed"] == "not ready after 0 s"
 
 
 @pytest.mark.parametrize("args, message", [

@@ -1,0 +1,161 @@
+"""How the row of a table is measured and printed.
+
+A time means little without its neighbours: whatever slows the machine today slows every row.  So a table is always
+one sitting, every row runs in a process of its own (no allocator, compiler cache or thread pool warmed by the row
+before), the first call is thrown away (compilation, first touch) and the median of the others counts.  Peak memory is
+what a call needs above its inputs, or a training step above the imports: on CUDA the allocator's own peak; on Linux the
+kernel's high-water mark of resident memory, set back before the call, after freed memory was returned.  Only growth,
+which has no use for the first call's time, lets its rows share what was compiled.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from stack.device import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+# What is timed for the ceilings: far beyond any cache, and long against starting a kernel
+MATMUL_SIZE, READ_BYTES = {"cpu": 2048, "cuda": 8192}, {"cpu": 1 << 30, "cuda": 8 << 30}
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call, device, repeats: int) -> list[float]:
+    """Wall-clock of each of `repeats` calls, after one that is not counted."""
+    call()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def reset_peak(device):
+    """Forget the highest use of memory so far.  Returns a function: MiB of the highest use since the last reset above
+    what is in use now, None where it cannot be measured."""
+    def resident(key):  # VmRSS: now, VmHWM: the highest
+        return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        now, highest = torch.cuda.memory_allocated(device), lambda: torch.cuda.max_memory_allocated(device)
+    elif device.type == "cpu" and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the warm-up freed is not what the call needs
+        Path("/proc/self/clear_refs").write_text("5")  # 5: set the high-water mark back to now
+        now, highest = resident("VmRSS"), lambda: resident("VmHWM")
+    else:
+        return lambda: None
+    return lambda: round((highest() - now) / 2**20, 1)
+
+
+def matmul_rate(device, dtype) -> float:
+    """FLOP/s of one large square matmul, the machine's practical ceiling."""
+    size = MATMUL_SIZE[device.type]
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return 2 * size**3 / statistics.median(seconds(lambda: torch.mm(a, b, out=out), device, 9))
+
+
+def read_rate(device) -> float:
+    """Bytes/s at which one large tensor is summed: as fast as weights can be read."""
+    x = torch.ones(READ_BYTES[device.type] // 4, device=device)
+    return x.nbytes / statistics.median(seconds(x.sum, device, 5))
+
+
+def spread(times: list[float]) -> dict:
+    return dict(seconds=statistics.median(times), seconds_min=min(times), seconds_max=max(times))
+
+
+def choose(args, rows: list[str]) -> list[str]:
+    """Those of the rows that were asked for."""
+    chosen = args.rows.split(",") if args.rows else rows
+    for row in chosen:
+        if row not in rows:
+            raise ValueError(f"there is no row {row!r} here. Choose from: {', '.join(rows)}.")
+    return chosen
+
+
+def run_row(command: list[str], row: str, timeout: float | None = None, cache: str | None = None) -> dict:
+    """What `bench COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails.
+
+    cache: a folder for what was compiled, where the first call's time does not matter; else it is another day's.
+    """
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as fresh:
+            done = subprocess.run([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, timeout=timeout,
+                                  capture_output=True, text=True,
+                                  env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
+    except subprocess.TimeoutExpired:
+        return dict(row=row, failed=f"not ready after {timeout:.0f} s")
+    if done.returncode:
+        return dict(row=row, failed=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    for line in done.stderr.splitlines():
+        if "compiled" in line and "Warning" in line:  # a row that says compiled and is not
+            print(f"bench: row {row!r}: {line}", file=sys.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_rows(args, device, rows: list[str], table, derive=None, command=(), cache: str | None = None, **facts) -> bool:
+    """Run each row, add what derive(its object) returns, and print table(all of them), or with --json each at once
+    together with facts.  A row that fails is reported and left out; returns whether one did."""
+    results = []
+    for row in rows:
+        result = run_row([*sys.argv[1:], *command], row, cache=cache)
+        if "failed" in result:
+            print(f"bench: row {row!r} failed: {result['failed']}", file=sys.stderr)
+            continue
+        results.append(result | (derive(result) if derive else {}))
+        if args.json:
+            print_json(args.command, device, **results[-1], **facts, repeats=args.repeats)
+    if results and not args.json:
+        print_table(device, *table(results))
+    return len(results) < len(rows)
+
+
+def percent(key: str):
+    """A column that shows a share as such."""
+    def cell(x):
+        part = x.get(key)
+        return None if part is None else f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
+    return cell
+
+
+def print_json(bench: str, device, **row):
+    print(json.dumps(dict(bench=bench, **row, device=machine(device), torch=torch.__version__,
+                          date=str(datetime.date.today()))), flush=True)
+
+
+def print_table(device, what: str, columns: dict, results: list[dict]):
+    """A markdown table under what was measured where, how and when.
+
+    columns: header -> key of a result, or function of one.  None is an empty cell; columns of them go.
+    """
+    print(f"{what}. {machine(device)}, torch {torch.__version__}, {datetime.date.today()}, "
+          f"`python -m bench {shlex.join(sys.argv[1:])}`:\n")
+    cells = [[name, *(cell(x) if callable(cell) else x.get(cell) for x in results)] for name, cell in columns.items()]
+    cells = [[x if isinstance(x, str) else "" if x is None else f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+              for x in column] for column in cells if any(x is not None for x in column[1:])]
+    cells = [[x.ljust(max(map(len, column))) for x in column] for column in cells]
+    header, *body = ["| " + " | ".join(line) + " |" for line in zip(*cells, strict=True)]
+    print(header, "|" + "|".join("-" * (len(column[0]) + 2) for column in cells) + "|", *body, sep="\n", flush=True)
