@@ -125,6 +125,13 @@ def write_shard(path: str | Path, tokens, *, fingerprint: str, vocab_size: int) 
     return shard.entry
 
 
+def write_whole(path: Path, text: str):
+    """A text file, whole or not at all, whatever happens in between."""
+    with open(path.with_name(path.name + ".tmp"), "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        _publish(file, file.name, path)
+
+
 def _publish(file, temporary, path):
     """Content, name and folder reach the disk in this order, so that no crash leaves half a file under its name."""
     file.flush()
@@ -217,16 +224,8 @@ def write_meta(data_dir: str | Path, *, sources, fingerprint: str, vocab_size: i
     meta["splits"] = {split: {**{key: sum(int(entry[key]) for entry in entries)
                                  for key in ("tokens", "documents", "bytes")}, "shards": entries}
                       for split, entries in splits.items()}
-    write_json(Path(data_dir) / "meta.json", meta, indent=1, ensure_ascii=False)
+    write_whole(Path(data_dir) / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False))
     return meta
-
-
-def write_json(path: Path, tree, **how):
-    """Whole or not at all, whatever happens in between."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(tree, file, **how)
-        _publish(file, temporary, path)
 
 
 def read_meta(data_dir: str | Path) -> dict:

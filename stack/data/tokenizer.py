@@ -118,7 +118,8 @@ class Tokenizer:
         if self.nfc:
             text = unicodedata.normalize("NFC", text)
         try:
-            parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in slices(text)]
+            parts = [self._encoding.encode_to_numpy(part, disallowed_special=())
+                     for part in (cut([text], SLICE) if len(text) > SLICE else [text])]
         except UnicodeEncodeError:
             return self.encode_to_numpy(replace_surrogates(text))
         except BaseException as error:
@@ -316,16 +317,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def slices(text: str) -> Iterator[str]:
-    """The text in parts of at most SLICE characters, cut where pieces end anyhow if such a place is near."""
-    start = 0
-    while len(text) - start > SLICE:
-        end = start + SLICE
-        if cut := CUT.search(text, end - 256, end):
-            end = cut.end()
-        yield text[start:end]
-        start = end
-    yield text[start:] if start else text
+def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
+    """The text that arrives in chunks in parts of at most `size` characters, which depend on nothing but the text.
+
+    They end where pieces end anyhow if such a place is near.
+    """
+    rest = ""
+    for chunk in chunks:
+        rest += chunk
+        start = 0
+        while len(rest) - start > size:
+            end = start + size
+            if space := CUT.search(rest, max(end - 256, start), end):
+                end = space.end()
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    if rest:
+        yield rest
 
 
 def replace_surrogates(text: str) -> str:
@@ -333,18 +342,24 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def to_bytes(text: str) -> tuple[str, bytes]:
+    """(the text without lone surrogates, its UTF-8)"""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = replace_surrogates(text)
+        return text, text.encode()
+
+
 def _training_slices(texts):
     total = 0
     for text in texts:
-        try:
-            total += len(text.encode())
-        except UnicodeEncodeError:
-            text = replace_surrogates(text)
-            total += len(text.encode())
+        text, data = to_bytes(text)
+        total += len(data)
         if total > MAX_TRAINING_BYTES:  # a count that overflows gives wrong merges without a word
             raise ValueError(f"More than {MAX_TRAINING_BYTES:,} bytes to train a tokenizer on; rustbpe's counts end "
                              "there.\n  Train on a sample: some hundred MB give nearly the same vocabulary.")
-        yield from slices(text)
+        yield from cut([text], SLICE)
 
 
 def _grouped(texts):

@@ -2,7 +2,8 @@
 
     state = start(folder, command)    a new state, or that of the run to be continued; another command's is refused
     output = Output(job, tokenizer, state)
-    output.take(i, piece, ids)        decide about a piece of a document of source i, and write it
+    for i, piece in interleaved(...)  pieces of documents of source i, whichever source is next
+    output.take(i, piece)             decide about a piece, and write it
     output.save()                     between documents: from here on a kill costs only what comes later
     output.finish()                   the last shards
 
@@ -35,10 +36,10 @@ import time
 
 import numpy as np
 
-from stack.data.shards import ShardWriter, write_json
+from stack.data.shards import ShardWriter, write_whole
 
 SAVE_SECONDS = 10  # between two records of progress
-BLOCK = 1 << 20  # tokens handled together where a whole shard would be too much
+BLOCK = 1 << 20  # tokens of a shard read together
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def start(folder, command):
         raise ValueError(f"{folder} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)} and no record of a run; "
                          "a data set needs a folder of its own.\n  Choose a new one with --out.")
     state = fresh(command)
-    write_json(path, state)
+    write_whole(path, json.dumps(state))
     return state
 
 
@@ -129,6 +130,17 @@ def next_source(records, weights):
     return min(still, key=lambda i: records[i]["train"] / weights[i]) if len(still) == len(records) else None
 
 
+def interleaved(readers, streams, records, weights):
+    """(number of the source, piece) of all sources in their order; a record ends with what became of its reader."""
+    while (i := next_source(records, weights)) is not None:
+        for piece in streams[i]:
+            yield i, piece
+            if piece.after:  # the end of a document: here the source can change
+                break
+        else:
+            records[i].update(after=readers[i].state(), done=True)
+
+
 class Output:
     """Where documents go.  job: folder, sources, weights, val_fraction, max_tokens, max_bytes, shard_tokens."""
 
@@ -142,47 +154,43 @@ class Output:
         self.full, self.saved = False, 0.0  # full: max_tokens or max_bytes is reached
         self.is_new, self.in_split = True, None  # of the document that is being written
 
-    def take(self, i, piece, ids):
+    def take(self, i, piece):
         """Write a piece of a document of source i, unless the document is a duplicate."""
         if piece.first:
             self.is_new, self.in_split = self.seen.add(piece.key), None
             self.state["sources"][i]["duplicates"] += not self.is_new
         if not self.is_new:
             return
-        room = self.room(piece.first, ids)
-        self.full, ids = room <= len(ids), ids[:max(0, room)]
-        if self.state["tail"] is None:
-            self.put(i, "val" if piece.key < self.val_below else "train", ids)
-        else:
-            at = cut_at(self.state["tail"] - self.state["bytes"], ids, self.tokenizer, self.lengths)
-            self.put(i, "train", ids[:at])
-            self.put(i, "val", ids[at:])
-
-    def room(self, first, ids):
-        """How many of these ids the limits allow; more than there are, if that is not the end."""
-        room = len(ids) + 1
+        ids, ends, room = piece.ids, np.cumsum(self.lengths[piece.ids]), len(piece.ids) + 1  # + 1: this is not the end
         if self.job.max_tokens:
-            room = min(room, self.job.max_tokens - self.state["tokens"] - first)  # first: the boundary before them
+            room = min(room, max(0, self.job.max_tokens - self.state["tokens"] - piece.first))  # first: the boundary
         if self.job.max_bytes:
-            allowed = np.searchsorted(np.cumsum(self.lengths[ids]), self.job.max_bytes - self.state["bytes"], "right")
-            room = min(room, int(allowed) + (int(allowed) == len(ids)))
-        return room
+            allowed = int(np.searchsorted(ends, self.job.max_bytes - self.state["bytes"], "right"))
+            room = min(room, allowed + (allowed == len(ids)))
+        self.full, ids = room <= len(ids), ids[:room]
+        if self.state["tail"] is None:
+            return self.put(i, "val" if piece.key < self.val_below else "train", ids)
+        at = int(np.searchsorted(ends[:len(ids)], self.state["tail"] - self.state["bytes"], "right"))
+        if at:  # up to the end of that line, if it is near
+            near = [self.tokenizer.decode_bytes([id]).endswith(b"\n") for id in ids[:-1][at - 1:at + 199].tolist()]
+            at += near.index(True) if True in near else 0
+        self.put(i, "train", ids[:at])
+        self.put(i, "val", ids[at:])
 
     def put(self, i, name, ids):
         if not len(ids):
             return
         begins, self.in_split = self.in_split != name, name  # a document begins, or the part of one in this split
-        if begins:
-            self.splits[name].write(self.boundary)
+        size, record = int(self.lengths[ids].sum()), self.state["sources"][i]
+        ids = np.concatenate([self.boundary, ids]) if begins else ids
         self.splits[name].write(ids)
-        n, size, record = begins + len(ids), int(self.lengths[ids].sum()), self.state["sources"][i]
         for totals in (self.state, record):
             totals["documents"] += begins
-            totals["tokens"] += n
+            totals["tokens"] += len(ids)
             totals["bytes"] += size
         if name == "train":
-            record["train"] += n
-            self.mixture.add(i, n, begins)
+            record["train"] += len(ids)
+            self.mixture.add(i, len(ids), begins)
 
     def is_due(self):
         return time.monotonic() - self.saved > SAVE_SECONDS or any(split.finished for split in self.splits.values())
@@ -192,7 +200,7 @@ class Output:
         for name, split in self.splits.items():
             self.state["splits"][name] = split.sync()
         self.state.update(seen=self.seen.sync(), bins=self.mixture.bins)
-        write_json(self.job.folder / "progress.json", self.state)
+        write_whole(self.job.folder / "progress.json", json.dumps(self.state))
         for split in self.splits.values():
             split.forget_parts()
         self.saved = time.monotonic()
@@ -212,15 +220,6 @@ class Output:
             file.close()  # Windows deletes no open file
 
 
-def cut_at(offset, ids, tokenizer, lengths) -> int:
-    """How many of ids lie before byte `offset` of their text; up to the end of that line, if it is near."""
-    at = int(np.searchsorted(np.cumsum(lengths[ids]), offset, "right"))
-    for end in range(at, min(at + 200, len(ids))) if at else ():
-        if tokenizer.decode_bytes([int(ids[end - 1])]).endswith(b"\n"):
-            return end
-    return at
-
-
 class Split:
     """One split on its way to disk: finished shards, and a .part file of bare tokens for the one being filled.
 
@@ -232,7 +231,7 @@ class Split:
         self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
         self.shards, self.n_tokens = list(kept["shards"]), kept["tokens"]
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.lengths, self.finished, self.held, self.n_held = tokenizer.token_bytes(), False, [], 0
+        self.lengths, self.finished = tokenizer.token_bytes(), False
         keep = {shard["file"] for shard in self.shards} | {self.part().name}
         for path in [*folder.glob(f"{name}_*.bin*"), *folder.glob(f"{name}_*.part")]:
             if path.name not in keep:
@@ -252,23 +251,13 @@ class Split:
 
     def write(self, ids):
         while len(ids):
-            taken = ids[:self.shard_tokens - self.n_tokens]
-            self.held.append(taken)
-            self.n_held += len(taken)
+            taken, ids = np.split(ids, [self.shard_tokens - self.n_tokens])
+            write_all(self.file, taken.astype(self.dtype))
             self.n_tokens += len(taken)
-            ids = ids[len(taken):]
-            if self.n_held >= BLOCK:
-                self.flush()
             if self.n_tokens == self.shard_tokens:
                 self.finish_shard()
 
-    def flush(self):
-        if self.held:
-            write_all(self.file, np.concatenate(self.held).astype(self.dtype))
-        self.held, self.n_held = [], 0
-
     def finish_shard(self):
-        self.flush()
         self.file.close()
         documents = size = 0
         with ShardWriter(self.part().with_suffix(".bin"), fingerprint=self.tokenizer.fingerprint,
@@ -282,7 +271,6 @@ class Split:
         self.open_part()
 
     def sync(self):
-        self.flush()
         os.fsync(self.file.fileno())
         return {"shards": list(self.shards), "tokens": self.n_tokens}
 
