@@ -434,10 +434,11 @@ def read_parquet(file: File, key: str, skip: int):
             row, groups = 0, list(range(parquet.num_row_groups))
             while groups and row + parquet.metadata.row_group(groups[0]).num_rows <= skip:
                 row += parquet.metadata.row_group(groups.pop(0)).num_rows
-            for batch in parquet.iter_batches(batch_size=64, row_groups=groups, columns=[key]):
-                for row, text in enumerate(batch.column(0).to_pylist(), row + 1):
-                    if row > skip:
-                        yield row, text, "" if text is not None else f"has nothing in column {key!r}"
+            batches = parquet.iter_batches(batch_size=64, row_groups=groups, columns=[key])
+            texts = (text for batch in batches for text in batch.column(0).to_pylist())
+            for number, text in enumerate(texts, row + 1):
+                if number > skip:
+                    yield number, text, "" if text is not None else f"has nothing in column {key!r}"
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's own message names the file
             raise

@@ -43,6 +43,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stack.data.shards import whole_file
+
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
            r"|\s+(?!\S)|\s+")
 BOUNDARY = "<|endoftext|>"  # stands before every document: begin and stop sign in one
@@ -233,12 +235,8 @@ class Tokenizer:
         head |= {"nfc": True} if self.nfc else {}
         lines = ",\n".join(json.dumps(token, ensure_ascii=False) for token in tokens)  # a line per token
         text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "tokens": [\n{lines}\n ]\n}}\n'
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        with whole_file(path) as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":

@@ -36,7 +36,7 @@ import time
 
 import numpy as np
 
-from stack.data.shards import ShardWriter, write_whole
+from stack.data.shards import whole_file, write_shard
 
 SAVE_SECONDS = 10  # between two records of progress
 BLOCK = 1 << 20  # tokens of a shard read together
@@ -66,7 +66,8 @@ def start(folder, command):
         raise ValueError(f"{folder} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)} and no record of a run; "
                          "a data set needs a folder of its own.\n  Choose a new one with --out.")
     state = fresh(command)
-    write_whole(path, json.dumps(state))
+    with whole_file(path) as file:
+        json.dump(state, file)
     return state
 
 
@@ -200,7 +201,8 @@ class Output:
         for name, split in self.splits.items():
             self.state["splits"][name] = split.sync()
         self.state.update(seen=self.seen.sync(), bins=self.mixture.bins)
-        write_whole(self.job.folder / "progress.json", json.dumps(self.state))
+        with whole_file(self.job.folder / "progress.json") as file:
+            json.dump(self.state, file)
         for split in self.splits.values():
             split.forget_parts()
         self.saved = time.monotonic()
@@ -259,14 +261,17 @@ class Split:
 
     def finish_shard(self):
         self.file.close()
-        documents = size = 0
-        with ShardWriter(self.part().with_suffix(".bin"), fingerprint=self.tokenizer.fingerprint,
-                         vocab_size=self.tokenizer.vocab_size) as shard, open(self.part(), "rb") as part:
-            while len(ids := np.fromfile(part, self.dtype, BLOCK)):
-                shard.write(ids)
-                documents += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
-                size += int(self.lengths[ids].sum())
-        self.shards.append({**shard.entry, "documents": documents, "bytes": size})
+        totals = {"documents": 0, "bytes": 0}
+
+        def blocks():
+            with open(self.part(), "rb") as part:
+                while len(ids := np.fromfile(part, self.dtype, BLOCK)):
+                    totals["documents"] += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
+                    totals["bytes"] += int(self.lengths[ids].sum())
+                    yield ids
+        entry = write_shard(self.part().with_suffix(".bin"), blocks(), fingerprint=self.tokenizer.fingerprint,
+                            vocab_size=self.tokenizer.vocab_size)
+        self.shards.append({**entry, **totals})
         self.n_tokens, self.finished = 0, True
         self.open_part()
 
