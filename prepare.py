@@ -237,10 +237,16 @@ def encode(job, tokenizer, state):
                for source, record in zip(job.sources, records, strict=True)]
     streams = [encoded(reader, tokenizer, job.workers) for reader in readers]
     output.save()
-    with encoding_bar(job, state, readers) as shown:
+    in_tokens = job.max_tokens or any(source.in_hub for source in job.sources)
+
+    def done():  # of what will end the run: tokens, bytes of text, or else bytes of the sources' files
+        consumed = state["bytes"] if job.max_bytes else sum(reader.consumed() for reader in readers)
+        return state["tokens"] if in_tokens else consumed
+    total = job.max_tokens if in_tokens else job.max_bytes or sum(sum(source.sizes) for source in job.sources)
+    with bar(total=total, initial=done(), unit="tok" if in_tokens else "B", desc="encoding") as shown:
         for i, piece in interleaved(readers, streams, records, job.weights):
             output.take(i, piece)
-            shown.advance()
+            shown.update(done() - shown.n)
             if output.full:
                 break
             if piece.after:  # the end of a document: here a run can continue
@@ -287,20 +293,6 @@ def disk_needs(job):
     needed = width * (tokens + min(tokens, job.shard_tokens))  # for a moment a shard is there twice, as .part and .bin
     return width * least - there - free, (f"{job.folder} needs about {human(needed)} and has {human(there)} so far; "
                                           f"{human(free)} are free.")
-
-
-def encoding_bar(job, state, readers):
-    """A bar over what will end the run: tokens, bytes of text, or else bytes of the sources' files."""
-    if job.max_tokens or any(source.in_hub for source in job.sources):
-        unit, total, done = "tok", job.max_tokens, lambda: state["tokens"]
-    elif job.max_bytes:
-        unit, total, done = "B", job.max_bytes, lambda: state["bytes"]
-    else:
-        unit, total = "B", sum(sum(source.sizes) for source in job.sources)
-        done = lambda: sum(reader.consumed() for reader in readers)  # noqa: E731
-    shown = bar(total=total, initial=done(), unit=unit, desc="encoding")
-    shown.advance = lambda: shown.update(done() - shown.n)
-    return shown
 
 
 def bar(**settings):
@@ -383,9 +375,6 @@ def sample_texts(job, sample, without_val):
                 yield piece.text
             if walked >= within:
                 return
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def main(argv):

@@ -249,11 +249,11 @@ class Tokenizer:
             raise FileNotFoundError(f"{path} not found.\n  A data set's or a run's folder is needed. Make a data set "
                                     "with: python prepare.py SOURCE --out data/NAME")
         needed = f"{FORMAT} version {VERSION} is needed"
+        again = "Copy it again from the data set or checkpoint it belongs to."
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:  # JSON's and UTF-8's
-            raise ValueError(f"{path} is not JSON ({error}); {needed}.\n  Copy it again from the data set or "
-                             "checkpoint it belongs to.") from None
+            raise ValueError(f"{path} is not JSON ({error}); {needed}.\n  {again}") from None
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT or data.get("version") != VERSION:
             kind = "is Hugging Face's tokenizer file" if isinstance(data, dict) and "added_tokens" in data else (
@@ -267,11 +267,10 @@ class Tokenizer:
                                   nfc=data.get("nfc", False))
             stored, computed = data["fingerprint"], tokenizer.fingerprint
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {needed}.\n  Copy it again from "
-                             "the data set or checkpoint it belongs to.") from None
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {needed}.\n  {again}") from None
         if stored != computed:
             raise ValueError(f"{path} was changed after it was written: its fingerprint says {stored}, its contents "
-                             f"give {computed}.\n  Copy it again from the data set or checkpoint it belongs to.")
+                             f"give {computed}.\n  {again}")
         return tokenizer
 
 

@@ -42,10 +42,6 @@ SAVE_SECONDS = 10  # between two records of progress
 BLOCK = 1 << 20  # tokens of a shard read together
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# state and folder
-
-
 def fresh(command):
     source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "duplicates": 0}
     split = {"shards": [], "tokens": 0}  # tokens: of the shard that is being filled
@@ -117,10 +113,6 @@ def clean(folder, *patterns):
     for pattern in patterns:
         for path in folder.glob(pattern):
             path.unlink()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# documents
 
 
 def next_source(records, weights):
@@ -198,13 +190,12 @@ class Output:
 
     def save(self):
         """Record where we are. Only between documents, as the state knows no half ones."""
-        for name, split in self.splits.items():
-            self.state["splits"][name] = split.sync()
-        self.state.update(seen=self.seen.sync(), bins=self.mixture.bins)
+        self.state.update(splits={name: split.sync() for name, split in self.splits.items()}, seen=self.seen.sync(),
+                          bins=self.mixture.bins)
         with whole_file(self.job.folder / "progress.json") as file:
             json.dump(self.state, file)
         for split in self.splits.values():
-            split.forget_parts()
+            split.forget_others()
         self.saved = time.monotonic()
 
     def finish(self):
@@ -215,9 +206,6 @@ class Output:
                 if record["done"]]
         self.state.update(ended=True, mixture=self.mixture.report([source.source for source in self.job.sources], ends))
         self.save()
-        self.close()
-
-    def close(self):
         for file in (self.seen.file, *(split.file for split in self.splits.values())):
             file.close()  # Windows deletes no open file
 
@@ -233,11 +221,8 @@ class Split:
         self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
         self.shards, self.n_tokens = list(kept["shards"]), kept["tokens"]
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.lengths, self.finished = tokenizer.token_bytes(), False
-        keep = {shard["file"] for shard in self.shards} | {self.part().name}
-        for path in [*folder.glob(f"{name}_*.bin*"), *folder.glob(f"{name}_*.part")]:
-            if path.name not in keep:
-                path.unlink()
+        self.lengths = tokenizer.token_bytes()
+        self.forget_others()
         self.open_part()
 
     def part(self):
@@ -279,9 +264,11 @@ class Split:
         os.fsync(self.file.fileno())
         return {"shards": list(self.shards), "tokens": self.n_tokens}
 
-    def forget_parts(self):
-        for path in self.folder.glob(f"{self.name}_*.part"):
-            if path != self.part():
+    def forget_others(self):
+        """Delete what the state does not speak of: parts that are shards by now, and what a kill left behind."""
+        keep = {shard["file"] for shard in self.shards} | {self.part().name}
+        for path in self.folder.glob(f"{self.name}_[0-9]*"):
+            if path.name not in keep:
                 path.unlink()
         self.finished = False
 
