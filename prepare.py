@@ -72,29 +72,26 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         prog="prepare.py", usage="python prepare.py SOURCE... --out data/NAME [options]", allow_abbrev=False,
         description=__doc__.split("How it works")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    add, number = parser.add_argument, dict(type=count, metavar="N")
     add("source", nargs="+", metavar="SOURCE", help="stdlib, files, folders, globs, hf:..., or one recipe")
     add("--out", metavar="FOLDER", help="folder of the data set (default: data/ and the name of the source)")
-    add("--vocab_size", type=count, metavar="N",
-        help="ids of the tokenizer to be trained, special ones included (default 32768)")
+    add("--vocab_size", **number, help="ids of the tokenizer to be trained, special ones included (default 32768)")
     add("--tokenizer", default="", metavar="NAME",
         help="use this one instead: gpt2 or another encoding of tiktoken, or where a tokenizer.json is: a file, a data "
              "set, a run, hf:FOLDER of Hugging Face's")
-    add("--tokenizer_bytes", type=count, metavar="N", default=200_000_000,
-        help="train it on a sample of this size (200e6)")
+    add("--tokenizer_bytes", **number, default=200_000_000, help="train it on a sample of this size (200e6)")
     add("--val_fraction", type=float, metavar="X", default=0.01,
         help="share of the documents held out for validation (0.01)")
-    add("--max_tokens", type=count, metavar="N", help="stop at so many tokens, for example 10e9 (default: all)")
-    add("--max_bytes", type=count, metavar="N", help="stop at so much text (default: all)")
+    add("--max_tokens", **number, help="stop at so many tokens, for example 10e9 (default: all)")
+    add("--max_bytes", **number, help="stop at so much text (default: all)")
     add("--text_key", default="text", metavar="KEY",
         help="the key of .jsonl and the column of .parquet and hf: with the text (text)")
     add("--errors", choices=("strict", "replace"), default="strict",
         help="at bytes that are no UTF-8 stop, or put U+FFFD there and count (strict)")
     add("--skip_bad", action="store_true", help="leave broken records out instead of stopping at them")
-    add("--shard_tokens", type=count, metavar="N", default=100_000_000, help="tokens per file (100e6)")
+    add("--shard_tokens", **number, default=100_000_000, help="tokens per file (100e6)")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--workers", type=count, metavar="N", default=cpus,
-        help="threads that encode; changes only the speed (all CPUs)")
+    add("--workers", **number, default=cpus, help="threads that encode; changes only the speed (all CPUs)")
     add("--seed", type=int, metavar="N", default=1337, help="of the tokenizer's sample (1337)")
     argv = [re.sub("^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     args = parser.parse_args(argv)
