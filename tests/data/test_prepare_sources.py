@@ -156,6 +156,10 @@ def test_undecodable_bytes(tmp_path, monkeypatch, chunk):
         texts(Source(str(path)))
     reader = Reader(Source(str(path)), errors="replace")
     assert documents(reader)[0][0] == data.decode("utf-8", "replace") and reader.counts["replaced"] == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "HOLD", 3)  # so it is read twice, and counted once
+        reader = Reader(Source(str(path)), errors="replace")
+        assert documents(reader)[0][0] == data.decode("utf-8", "replace") and reader.counts["replaced"] == 3
     lines = tmp_path / "latin.jsonl"
     lines.write_bytes(b'\xef\xbb\xbf{"text": "ok"}\n\n{"text": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"latin\.jsonl: byte 32 is no UTF-8"):
