@@ -32,7 +32,6 @@ ids out, which tiktoken's threads share, and on Windows and macOS each starts Py
 
 import argparse
 import ast
-import contextlib
 import difflib
 import errno
 import os
@@ -47,28 +46,19 @@ from itertools import chain
 from pathlib import Path
 
 try:
-    import numpy as np
+    from stack.data.shards import read_header, read_meta, write_meta
+    from stack.data.sources import Reader, Source
+    from stack.data.tokenizer import Tokenizer, train_tokenizer
+    from stack.data.verify import human, left_out, show, summary, verify
+    from stack.data.writer import Output, check_same, clean, fresh, interleaved, locked, start
 except ModuleNotFoundError as error:
     from stack.config import not_installed
     not_installed(error)
-
-from stack.data.shards import (
-    fingerprint_data,
-    open_shard,
-    read_header,
-    read_listed,
-    read_meta,
-    verify_shard,
-    write_meta,
-)
-from stack.data.sources import Reader, Source
 
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
            "tokenizer_bytes", "seed")  # what decides the bytes of the shards, beside the sources
 BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
 UNKNOWN = 2**60  # bytes of a source, where only the far end knows
-SHORT_VAL = 8192  # tokens; below it the summary suggests more
-ANEW = "\n  Copy the set again, or delete it and make it anew."
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
 OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -82,28 +72,26 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         prog="prepare.py", usage="python prepare.py SOURCE... --out data/NAME [options]", allow_abbrev=False,
         description=__doc__.split("How it works")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    add, number = parser.add_argument, dict(type=count, metavar="N")
     add("source", nargs="+", metavar="SOURCE", help="stdlib, files, folders, globs, hf:..., or one recipe")
     add("--out", metavar="FOLDER", help="folder of the data set (default: data/ and the name of the source)")
-    add("--vocab_size", type=count, metavar="N",
-        help="ids of the tokenizer to be trained, special ones included (default 32768)")
+    add("--vocab_size", **number, help="ids of the tokenizer to be trained, special ones included (default 32768)")
     add("--tokenizer", default="", metavar="NAME",
         help="use this one instead: gpt2 or another encoding of tiktoken, or where a tokenizer.json is: a file, a data "
              "set, a run, hf:FOLDER of Hugging Face's")
-    add("--tokenizer_bytes", type=count, metavar="N", default=200_000_000,
-        help="train it on a sample of this size (200e6)")
+    add("--tokenizer_bytes", **number, default=200_000_000, help="train it on a sample of this size (200e6)")
     add("--val_fraction", type=float, metavar="X", default=0.01,
         help="share of the documents held out for validation (0.01)")
-    add("--max_tokens", type=count, metavar="N", help="stop at so many tokens, for example 10e9 (default: all)")
-    add("--max_bytes", type=count, metavar="N", help="stop at so much text (default: all)")
+    add("--max_tokens", **number, help="stop at so many tokens, for example 10e9 (default: all)")
+    add("--max_bytes", **number, help="stop at so much text (default: all)")
     add("--text_key", default="text", metavar="KEY",
         help="the key of .jsonl and the column of .parquet and hf: with the text (text)")
     add("--errors", choices=("strict", "replace"), default="strict",
         help="at bytes that are no UTF-8 stop, or put U+FFFD there and count (strict)")
     add("--skip_bad", action="store_true", help="leave broken records out instead of stopping at them")
-    add("--shard_tokens", type=count, metavar="N", default=100_000_000, help="tokens per file (100e6)")
-    add("--workers", type=count, metavar="N", default=usable_cpus(),
-        help="threads that encode; changes only the speed (all CPUs)")
+    add("--shard_tokens", **number, default=100_000_000, help="tokens per file (100e6)")
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add("--workers", **number, default=cpus, help="threads that encode; changes only the speed (all CPUs)")
     add("--seed", type=int, metavar="N", default=1337, help="of the tokenizer's sample (1337)")
     argv = [re.sub("^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     args = parser.parse_args(argv)
@@ -139,10 +127,6 @@ def count(text: str) -> int:
     if number != int(number):
         raise ValueError
     return int(number)
-
-
-def usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_recipe(source: str) -> bool:
@@ -184,36 +168,25 @@ def read_recipe(path: str, known: set):
 
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
-    from stack.data.writer import clean, fresh, locked, start
+    # 1. What decides the bytes of the set
     job.sources = [Source(**{"text_key": job.text_key, **source}) for source in job.recipe]
     command = {"sources": [source.identity for source in job.sources],
                "options": {key: value for key in OPTIONS if (value := getattr(job, key)) not in (None, "")}}
     if os.path.exists(job.tokenizer.removeprefix("hf:")):  # what is in the file counts, not where it lies
         command["options"]["tokenizer"] = load_tokenizer(job.tokenizer).fingerprint
-    if is_made(job.folder, command):
+    # 2. Is it there already?
+    if (job.folder / "meta.json").exists():
+        meta = read_meta(job.folder)
+        check_same(job.folder, meta.get("command", {}), command)
+        for shard in chain.from_iterable(split["shards"] for split in meta["splits"].values()):
+            read_header(job.folder / shard["file"])
         clean(job.folder, *LEFTOVERS)
         return print(f"{summary(job.folder)}\nalready made by this command: nothing to do")
     job.folder.mkdir(parents=True, exist_ok=True)
     with locked(job.folder):
         state = start(job.folder, command)
         try:
-            tokenizer = get_tokenizer(job, state)
-            check_disk(job)
-            encode(job, tokenizer, state)
-            if job.val_fraction and state["bytes"] and not all(split["shards"] for split in state["splits"].values()):
-                held_out = max(1, round(state["bytes"] * job.val_fraction))
-                print(f"{state['documents']} document(s) are too few to share out: val is the last {human(held_out)}.")
-                state = {**fresh(command), "tokenizer": state["tokenizer"], "tail": state["bytes"] - held_out}
-                encode(job, tokenizer, state)
-            splits = {name: split["shards"] for name, split in state["splits"].items() if split["shards"]}
-            if len(splits) < 1 + bool(job.val_fraction):
-                clean(job.folder, *OURS)
-                raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
-                                 f"and val{left_out(report(job, state))}.\n  Give more text.")
-            write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
-                       vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits,
-                       command=command, tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
-                       split_rule="hash" if state["tail"] is None else "tail", not_remembered=state["seen"][1])
+            write_set(job, command, state)
         except (ValueError, OSError, ImportError) as error:
             shards = any(split["shards"] for split in state["splits"].values())
             if not state["tokens"] or isinstance(error, ValueError) and not shards:
@@ -226,9 +199,34 @@ def make(job):
     print(summary(job.folder))
 
 
+def write_set(job, command, state):
+    # 3. The tokenizer, and whether there is room
+    tokenizer = get_tokenizer(job, state)
+    missing, sentence = disk_needs(job)
+    if missing > 0:
+        raise OSError(f"{sentence}\n  Make space, choose --out on another disk, or take less with --max_tokens.")
+    print(sentence)
+    # 4. The shards
+    encode(job, tokenizer, state)
+    if job.val_fraction and state["bytes"] and not all(split["shards"] for split in state["splits"].values()):
+        held_out = max(1, round(state["bytes"] * job.val_fraction))
+        print(f"{state['documents']} document(s) are too few to share out: val is the last {human(held_out)}.")
+        state.update(fresh(command), tokenizer=state["tokenizer"], tail=state["bytes"] - held_out)
+        encode(job, tokenizer, state)
+    splits = {name: split["shards"] for name, split in state["splits"].items() if split["shards"]}
+    if len(splits) < 1 + bool(job.val_fraction):
+        clean(job.folder, *OURS)
+        raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
+                         f"and val{left_out(report(job, state))}.\n  Give more text.")
+    # 5. What they are, in meta.json
+    write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
+               vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits,
+               command=command, tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
+               split_rule="hash" if state["tail"] is None else "tail", not_remembered=state["seen"][1])
+
+
 def encode(job, tokenizer, state):
     """Read, encode and write, from `state` to the end of the sources or to a limit; `state` moves along."""
-    from stack.data.writer import Output, next_source
     if state["ended"]:
         return
     output, records = Output(job, tokenizer, state), state["sources"]
@@ -236,27 +234,29 @@ def encode(job, tokenizer, state):
                for source, record in zip(job.sources, records, strict=True)]
     streams = [encoded(reader, tokenizer, job.workers) for reader in readers]
     output.save()
-    with progress_bar(job, state) as advance:
-        while not output.full and (i := next_source(records, job.weights)) is not None:
-            for piece, ids in streams[i]:
-                output.take(i, piece, ids)
-                advance(i, piece.consumed)
-                if output.full:
-                    break
-                if piece.after:  # the end of a document: here a run can continue, and the source can change
-                    records[i]["after"] = piece.after
-                    if output.is_due():
-                        output.save()
-                    break
-            else:
-                records[i]["after"], records[i]["done"] = readers[i].state(), True
+    in_tokens = job.max_tokens or any(source.in_hub for source in job.sources)
+
+    def done():  # of what will end the run: tokens, bytes of text, or else bytes of the sources' files
+        consumed = state["bytes"] if job.max_bytes else sum(reader.consumed() for reader in readers)
+        return state["tokens"] if in_tokens else consumed
+    total = job.max_tokens if in_tokens else job.max_bytes or sum(sum(source.sizes) for source in job.sources)
+    with bar(total=total, initial=done(), unit="tok" if in_tokens else "B", desc="encoding") as shown:
+        for i, piece in interleaved(readers, streams, records, job.weights):
+            output.take(i, piece)
+            shown.update(done() - shown.n)
+            if output.full:
+                break
+            if piece.after:  # the end of a document: here a run can continue
+                records[i]["after"] = piece.after
+                if output.is_due():
+                    output.save()
     for stream in streams:
         stream.close()
     output.finish()
 
 
 def encoded(reader, tokenizer, workers):
-    """(piece, its ids) for the pieces of a reader; threads encode a little ahead."""
+    """The pieces of a reader with their ids instead of their text; threads encode a little ahead."""
     ahead = deque()
 
     def texts():
@@ -265,19 +265,36 @@ def encoded(reader, tokenizer, workers):
             yield piece.text
 
     for ids in tokenizer.encode_documents(texts(), workers):
-        yield ahead.popleft(), ids
+        yield ahead.popleft()._replace(ids=ids)
 
 
-def is_made(folder, command):
-    """Whether the folder holds the finished work of this command. That of another one is refused."""
-    if not (folder / "meta.json").exists():
-        return False
-    from stack.data.writer import check_same
-    meta = read_meta(folder)
-    check_same(folder, meta.get("command", {}), command)
-    for shard in (shard for split in meta["splits"].values() for shard in split["shards"]):
-        read_header(folder / shard["file"])
-    return True
+def report(job, state):
+    """What came of each source, for meta.json."""
+    lines = []
+    for source, record in zip(job.sources, state["sources"], strict=True):
+        after = record["after"] or {"counts": {}, "notes": []}
+        lines.append({**source.identity, **{key: record[key] for key in ("documents", "tokens", "bytes", "duplicates")},
+                      **after["counts"], **{key: after[key] for key in ("notes", "commit") if key in after}})
+    return lines
+
+
+def disk_needs(job):
+    """(bytes that are certainly missing, a sentence for people)."""
+    texts = [None if job.weights else source.text_bytes() for source in job.sources]
+    width = 2 if (job.vocab_size or 0) <= 1 << 16 else 4
+    text = min(UNKNOWN if None in texts else sum(texts), job.max_bytes or UNKNOWN)
+    tokens, least = (min(job.max_tokens or UNKNOWN, text // each) for each in (BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN))
+    there, free = sum(path.stat().st_size for path in job.folder.glob("*.*")), shutil.disk_usage(job.folder).free
+    if text == UNKNOWN and not job.max_tokens:
+        return 0, f"How much {job.folder} will need is not known; {human(free)} are free."
+    needed = width * (tokens + min(tokens, job.shard_tokens))  # for a moment a shard is there twice, as .part and .bin
+    return width * least - there - free, (f"{job.folder} needs about {human(needed)} and has {human(there)} so far; "
+                                          f"{human(free)} are free.")
+
+
+def bar(**settings):
+    from tqdm import tqdm
+    return tqdm(unit_scale=True, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30, **settings)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -286,7 +303,6 @@ def is_made(folder, command):
 
 def get_tokenizer(job, state):
     """The one this run began with, if it is being continued; the one asked for; or one trained on the sources."""
-    from stack.data.tokenizer import Tokenizer, train_tokenizer
     if state["tokenizer"]:
         tokenizer = Tokenizer.load(job.folder)
         if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
@@ -312,11 +328,10 @@ def get_tokenizer(job, state):
 
 def load_tokenizer(name):
     """From a file, a data set, a checkpoint, a run, hf: and a Hugging Face folder; or one of tiktoken's."""
-    from stack.data.tokenizer import Tokenizer
-    if str(name).startswith("hf:"):
+    if name.startswith("hf:"):
         from stack.exchange.hf import tokenizer_from_hf
         return tokenizer_from_hf(name)
-    if not os.path.exists(name) and "/" not in str(name) and not str(name).endswith(".json"):
+    if not os.path.exists(name) and "/" not in name and not name.endswith(".json"):
         return Tokenizer.from_tiktoken(name)
     runs = sorted(Path(name).glob("ckpt_*/tokenizer.json"))  # any checkpoint of a run will do: they share one
     return Tokenizer.load(runs[0] if runs else name)
@@ -328,7 +343,6 @@ def sample_texts(job, sample, without_val):
     Where the size of the text is known, pieces from all of it are picked; of a stream it is the beginning.  A mixture
     is sampled by its weights.  Validation documents and duplicates are left out.  `sample` says what it came to.
     """
-    from stack.data.writer import next_source
     within = min(job.max_bytes or UNKNOWN, (job.max_tokens or UNKNOWN) * MOST_BYTES_PER_TOKEN)
     sizes = [source.text_bytes() or UNKNOWN for source in job.sources]
     sizes = sizes if job.weights else [min(UNKNOWN, sum(sizes))] * len(sizes)
@@ -337,206 +351,27 @@ def sample_texts(job, sample, without_val):
                for size, share in zip(sizes, shares, strict=True)]
     if job.weights or min(chances) < 1:
         sample["part"] = "a sample by weight" if job.weights else f"a random {100 * chances[0]:.2g} %"
-    readers = [iter(Reader(source, errors=job.errors, skip_bad=job.skip_bad)) for source in job.sources]
+    readers = [Reader(source, errors=job.errors, skip_bad=job.skip_bad) for source in job.sources]
     records = [{"train": 0, "done": False} for _ in readers]
     pick, seen, val_below, walked = random.Random(job.seed), set(), int(job.val_fraction * 2**64), 0
     end = min(within, UNKNOWN if job.weights else sizes[0], int(job.tokenizer_bytes / min(chances)))
     with bar(total=end, unit="B", desc="sampling") as shown:
-        while walked < within and (i := next_source(records, job.weights)) is not None:
-            for piece in readers[i]:
-                size = len(piece.text.encode())
-                records[i]["train"] += size
-                walked += size
-                shown.update(size)
-                if piece.first:
-                    usable = piece.key not in seen and not (without_val and piece.key < val_below)
-                if usable and pick.random() < chances[i]:
-                    if sample["bytes"] and sample["bytes"] + size > job.tokenizer_bytes:
-                        sample["part"] = sample["part"].replace("all", "the beginning")
-                        return
-                    seen.add(piece.key)
-                    sample["bytes"] += size
-                    yield piece.text
-                if piece.after or walked >= within:
-                    break
-            else:
-                records[i]["done"] = True
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# before and during the run
-
-
-def disk_needs(job):
-    """(bytes that are certainly missing, a sentence for people)."""
-    texts = [None if job.weights else source.text_bytes() for source in job.sources]
-    width = 2 if (job.vocab_size or 0) <= 1 << 16 else 4
-    text = min(UNKNOWN if None in texts else sum(texts), job.max_bytes or UNKNOWN)
-    tokens, least = (min(job.max_tokens or UNKNOWN, text // each) for each in (BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN))
-    there, free = sum(path.stat().st_size for path in job.folder.glob("*.*")), shutil.disk_usage(job.folder).free
-    if text == UNKNOWN and not job.max_tokens:
-        return 0, f"How much {job.folder} will need is not known; {human(free)} are free."
-    needed = width * (tokens + min(tokens, job.shard_tokens))  # for a moment a shard is there twice, as .part and .bin
-    return width * least - there - free, (f"{job.folder} needs about {human(needed)} and has {human(there)} so far; "
-                                          f"{human(free)} are free.")
-
-
-def check_disk(job):
-    missing, sentence = disk_needs(job)
-    if missing > 0:
-        raise OSError(f"{sentence}\n  Make space, choose --out on another disk, or take less with --max_tokens.")
-    print(sentence)
-
-
-def human(n):
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} bytes"
-
-
-@contextlib.contextmanager
-def progress_bar(job, state):
-    """advance(i, bytes of the files of source i that are read); it counts in what will end the run."""
-    consumed = [record["after"]["consumed"] if record["after"] else 0 for record in state["sources"]]
-    if job.max_tokens or any(source.in_hub for source in job.sources):
-        unit, total, done = "tok", job.max_tokens, lambda: state["tokens"]
-    elif job.max_bytes:
-        unit, total, done = "B", job.max_bytes, lambda: state["bytes"]
-    else:
-        unit, total, done = "B", sum(sum(source.sizes) for source in job.sources), lambda: sum(consumed)
-    with bar(total=total, initial=done(), unit=unit, desc="encoding") as shown:
-        def advance(i, position):
-            consumed[i] = position
-            shown.update(done() - shown.n)
-        yield advance
-
-
-def bar(**settings):
-    from tqdm import tqdm
-    return tqdm(unit_scale=True, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30, **settings)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# what was made
-
-
-def report(job, state):
-    """What came of each source, for meta.json."""
-    lines = []
-    for source, record in zip(job.sources, state["sources"], strict=True):
-        after = record["after"] or {"counts": {}, "notes": []}
-        counts = {key: record[key] for key in ("documents", "tokens", "bytes", "duplicates")}
-        commit = {"commit": after["commit"]} if "commit" in after else {}
-        lines.append({**source.identity, **counts, **after["counts"], "notes": after["notes"], **commit})
-    return lines
-
-
-def left_out(sources):
-    """"; left out: 3 duplicates, 1 empty" over all sources."""
-    kinds = ("duplicates", "empty", "filtered", "bad")
-    said = ", ".join(f"{n:,} {kind}" for kind in kinds if (n := sum(source.get(kind, 0) for source in sources)))
-    return f"; left out: {said}" if said else ""
-
-
-def summary(folder):
-    from stack.data.writer import Mixture
-    meta = read_meta(folder)
-    lines = [f"{folder}: {meta['vocab_size']:,} ids, tokenizer {meta['tokenizer'][:12] or 'gpt2'}"]
-    for name, split in meta["splits"].items():
-        text = (f", {split['documents']:,} documents, {human(split['bytes'])}, "
-                f"{split['bytes'] / max(1, split['tokens']):.2f} bytes per token") if "bytes" in split else ""
-        lines.append(f"  {name:5s} {split['tokens']:,} tokens in {len(split['shards'])} file(s){text}")
-    if "command" not in meta:  # shards of llm.c, or another program's meta.json
-        return "\n".join(lines)
-    lines[0] += left_out(meta["sources"])
-    for source in meta["sources"]:
-        lines += [f"  left out: {note}" for note in source["notes"]]
-        if source.get("replaced"):
-            lines.append(f"  {source['source']}: {source['replaced']:,} times U+FFFD for bytes that were no UTF-8")
-    if mixture := meta["mixture"]:
-        lines += ["  mixture " + ", ".join(f"{100 * share:.1f} % {name}" for name, share in mixture["shares"]),
-                  f"  at most {mixture['worst_points']} points off the weights in any 1 % of it "
-                  f"({mixture['window_tokens']:,} tokens), at {mixture['worst_source']}"]
-        if mixture["worst_points"] > Mixture.POINTS:
-            longest, certain = mixture["longest_document"], mixture["certain_length"]
-            lines += [f"  WARNING: that is more than {Mixture.POINTS:g} points. The longest document has {longest:,} "
-                      f"tokens; with none above {certain:,} it would hold.",
-                      f"    Split long documents, or make the set {longest / max(1, certain):.1f} times as large."]
-        lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
-                  for name in mixture["ended_with"]]
-    if meta["not_remembered"]:
-        lines.append(f"  {meta['not_remembered']:,} documents were too many to be remembered as possible duplicates")
-    if "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:
-        longest = max((shard["tokens"] for shard in meta["splits"]["val"]["shards"]), default=0)
-        lines.append(f"  val is short: seq_len can be {max(longest - 1, 0)} at most; with a larger --val_fraction "
-                     "it can be more, and the loss is steadier")
-    return "\n".join(lines)
-
-
-def blocks(folder, meta, split):
-    """The tokens of a split, at most 2^20 at a time."""
-    if split not in meta["splits"]:
-        raise ValueError(f"{folder} has no split {split!r}.\n  It has {', '.join(meta['splits'])}.")
-    for shard in meta["splits"][split]["shards"]:
-        tokens = open_shard(folder / shard["file"])
-        for at in range(0, len(tokens), 1 << 20):
-            yield np.array(tokens[at:at + (1 << 20)])
-
-
-def open_set(folder):
-    meta, tokenizer = read_meta(folder), load_tokenizer(folder)
-    if meta["tokenizer"] not in ("", tokenizer.fingerprint):  # "": shards of llm.c, which name none
-        raise ValueError(f"{folder}/tokenizer.json is not the tokenizer that meta.json names.{ANEW}")
-    return meta, tokenizer
-
-
-def verify(folder):
-    """Every checksum, id, document and byte of a set against headers, meta.json and tokenizer."""
-    meta, tokenizer = open_set(folder)
-    print(summary(folder))
-    listed = {name: split["shards"] for name, split in meta["splits"].items()}
-    if fingerprint_data(meta["tokenizer"], listed) != meta["data_fingerprint"]:
-        raise ValueError(f"{folder}/meta.json lists other shards than those it was written for.{ANEW}")
-    for name, split in meta["splits"].items():
-        for shard in split["shards"]:
-            verify_shard(read_listed(folder, shard, meta["tokenizer"])[0])
-        used, longest, last, at = np.zeros(meta["vocab_size"], np.int64), 0, 0, 0
-        for ids in blocks(folder, meta, name):
-            if ids.max() >= len(used):
-                raise ValueError(f"{folder}: {name} holds id {ids.max()}; there are {len(used)} ids.{ANEW}")
-            used += np.bincount(ids, minlength=len(used))
-            starts = [last, *(at + np.flatnonzero(ids == meta["boundary_id"])), at + len(ids)]
-            longest, last, at = max(longest, int(np.diff(starts).max())), int(starts[-2]), at + len(ids)
-        found = {"tokens": at, "documents": int(used[meta["boundary_id"]]),
-                 "bytes": int(used @ tokenizer.token_bytes())}
-        for key, n in found.items():
-            if split.get(key, n) != n:
-                raise ValueError(f"{folder}: {name} has {n:,} {key}; meta.json says {split[key]:,}.{ANEW}")
-        print(f"  {name}: {at // max(1, found['documents']):,} tokens per document, {longest:,} in the longest; "
-              f"{np.count_nonzero(used == 0):,} of {len(used):,} ids never occur")
-    print("every checksum, id, document and byte is as it should be")
-
-
-def show(folder, split, number):
-    """Print one document of a split, counted from 0."""
-    meta, tokenizer = open_set(folder)
-    parts, n = [], 0  # n: how many documents begin before this block
-    for block in blocks(folder, meta, split):
-        starts = np.flatnonzero(block == meta["boundary_id"])
-        first = starts[number - n] if n <= number < n + len(starts) else 0 if parts else len(block)
-        end = starts[number + 1 - n] if n <= number + 1 < n + len(starts) else len(block)
-        if first < end:
-            parts.append(block[first:end])
-        n += len(starts)
-        if parts and end < len(block):
-            break
-    if not parts:
-        raise ValueError(f"{folder}: {split} has no document {number}.\n  It has {n:,}, counted from 0.")
-    try:
-        print(tokenizer.decode(np.concatenate(parts)[1:].tolist()), flush=True)
-    except BrokenPipeError:  # `| head`
-        sys.stdout = open(os.devnull, "w")
+        for i, piece in interleaved(readers, list(map(iter, readers)), records, job.weights):
+            size = len(piece.text.encode())
+            records[i]["train"] += size
+            walked += size
+            shown.update(size)
+            if piece.first:
+                usable = piece.key not in seen and not (without_val and piece.key < val_below)
+            if usable and pick.random() < chances[i]:
+                if sample["bytes"] and sample["bytes"] + size > job.tokenizer_bytes:
+                    sample["part"] = sample["part"].replace("all", "the beginning")
+                    return
+                seen.add(piece.key)
+                sample["bytes"] += size
+                yield piece.text
+            if walked >= within:
+                return
 
 
 def main(argv):

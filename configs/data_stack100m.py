@@ -5,7 +5,7 @@ Time       estimate: 20e9 tokens x 4.2 bytes = 84 GB of text; at 15 MB/s a core 
            cores; or as long as the download of some 50 GB of parquet takes
 Before     accept the terms of bigcode/starcoderdata on its page, then: hf auth login
 
-Weights are shares of the tokens; filters drop documents (stack/data/sources.py). Killed? The same command continues.
+Weights are shares of the tokens; filters drop documents (stack/data/filters.py). Killed? The same command continues.
 For a taste: --max_tokens 100e6. Exact duplicates are dropped across all four; near-duplicates are not: these sets come
 deduplicated, and your own can be run through datatrove's MinHash pipeline, whose output folder of .jsonl.gz is then a
 source.

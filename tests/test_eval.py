@@ -15,7 +15,7 @@ from model import GPT
 from stack.checkpoint import folder as checkpoint
 from stack.config import TrainConfig
 from stack.data.batches import Batches, TokenData
-from stack.data.shards import ShardWriter, open_shard, write_meta
+from stack.data.shards import open_shard, write_meta, write_shard
 from stack.data.tokenizer import train_tokenizer
 from stack.evaluation import embeddings
 from stack.optim import make_optimizers
@@ -35,11 +35,10 @@ def write_data(folder, tokenizer, docs, val_docs):
         half = len(texts) // 2
         splits[split] = []
         for n, part in enumerate((texts[:half], texts[half:])):  # two shards, so that windows must not span them
-            path = folder / f"{split}_{n:06d}.bin"
-            with ShardWriter(path, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size) as shard:
-                for text in part:
-                    shard.write([tokenizer.boundary_id, *tokenizer.encode(text)])
-            splits[split].append({**shard.entry, "documents": len(part), "bytes": sum(len(t.encode()) for t in part)})
+            ids = ([tokenizer.boundary_id, *tokenizer.encode(text)] for text in part)
+            entry = write_shard(folder / f"{split}_{n:06d}.bin", ids, fingerprint=tokenizer.fingerprint,
+                                vocab_size=tokenizer.vocab_size)
+            splits[split].append({**entry, "documents": len(part), "bytes": sum(len(t.encode()) for t in part)})
     write_meta(folder, sources=["test"], fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
                boundary_id=tokenizer.boundary_id, splits=splits)
 

@@ -1,9 +1,11 @@
 """From text to batches, in the order a token travels:
 
-    sources.py    where documents come from: files, folders, Hugging Face
+    sources.py    where documents come from: files, folders, Hugging Face; FORMATS has a line for each kind of file
+    filters.py    which of them are kept: web, code, math
     tokenizer.py  byte-level BPE: trained by rustbpe, run by tiktoken
     writer.py     documents to shards: interleaved, deduplicated, restartable
     shards.py     token files and meta.json: written, read, checked
+    verify.py     what a set holds: its summary, every checksum, one document
     batches.py    batches as a pure function of seed and position
 
 All but batches.py do without torch, so that prepare.py starts fast.

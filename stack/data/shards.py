@@ -13,9 +13,6 @@ a reader that knows only version 1 has to stop there instead of reading halves o
 temporary name, synced and renamed, so a file whose name ends in .bin is complete. meta.json holds what headers cannot:
 sources, vocabulary, documents, and the bytes of text that bits per byte needs. A folder of llm.c's shards has no
 meta.json and is read by its file names.
-
-Apart from data.py, which makes batches of them, because prepare.py needs this half only: torch would be most of its
-memory.
 """
 
 import contextlib
@@ -23,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +32,7 @@ DTYPES = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
 META_VERSION = 1
 GPT2_VOCAB_SIZE, GPT2_BOUNDARY_ID = 50257, 50256  # of llm.c's and modded-nanogpt's shards
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Shards
+AGAIN = "copy it again, or make the data set again with prepare.py."
 
 
 @dataclass(frozen=True)
@@ -47,89 +43,52 @@ class Header:
     checksum: str  # of the token bytes, hex; "" in foreign files
 
 
-class ShardWriter:
-    """One shard, written piece by piece: nothing but the last FLUSH tokens is held in memory.
-
-        with ShardWriter(path, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size) as shard:
-            shard.write(ids)  # as often as needed; an array is kept until the next flush, so it must not be reused
-        shard.entry  # {"file", "tokens", "checksum"} for meta.json
-
-    The file has its name when the block ends and never exists if it ends by an exception. A kill leaves PATH.tmp, which
-    the next writer of PATH overwrites.
-    """
-
-    FLUSH = 1 << 16  # tokens: many documents to a check, hash and write, and few enough to stay in the cache
-
-    def __init__(self, path: str | Path, *, fingerprint: str, vocab_size: int):
-        self.path, self.fingerprint, self.vocab_size = Path(path), fingerprint, vocab_size
-        self.n_tokens, self.entry = 0, None
-        self._version = 1 if vocab_size <= 1 << 16 else 2
-        self._pieces, self._held, self._hash = [], 0, hashlib.blake2b(digest_size=8)
-        self._temporary = self.path.with_name(self.path.name + ".tmp")
-        self._file = open(self._temporary, "wb")
-        self._file.write(bytes(HEADER_BYTES))
-
-    def write(self, tokens) -> None:
-        """Append token ids: a list or an array of whole numbers."""
-        self._pieces.append(tokens)
-        self._held += len(tokens)
-        self.n_tokens += len(tokens)
-        if self._held >= self.FLUSH:
-            self._flush()
-
-    def close(self) -> dict:
-        """Complete the file under its name; returns its entry for meta.json."""
-        self._flush()
-        header = np.zeros(256, "<i4")
-        header[:4] = MAGIC, self._version, self.n_tokens, DTYPES[self._version].itemsize
-        header[4:12] = np.frombuffer(bytes.fromhex(self.fingerprint), "<i4")
-        header[12:14] = np.frombuffer(self._hash.digest(), "<i4")
-        self._file.seek(0)
-        self._file.write(header.tobytes())
-        _publish(self._file, self._temporary, self.path)
-        self.entry = {"file": self.path.name, "tokens": self.n_tokens, "checksum": self._hash.hexdigest()}
-        return self.entry
-
-    def _flush(self):
-        if self.n_tokens > MAX_SHARD_TOKENS:
-            raise ValueError(f"{self.path} would hold {self.n_tokens:,} tokens; a shard holds {MAX_SHARD_TOKENS:,}.\n"
-                             "  Write several shards.")
-        if self._held:
-            tokens = np.concatenate([piece for piece in self._pieces if len(piece)])
-            for bad in (tokens.min(), tokens.max()):
-                if not 0 <= bad < self.vocab_size:  # the cast below would turn it into another, valid id
-                    raise ValueError(f"{self.path}: id {bad} is outside the vocabulary of {self.vocab_size} ids.\n"
-                                     "  Give the vocab_size of the tokenizer that made the ids.")
-            data = tokens.astype(DTYPES[self._version])
-            self._hash.update(data)
-            self._file.write(data)
-        self._pieces, self._held = [], 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, error_type, error, traceback):
-        try:
-            if error_type is None:
-                self.close()
-        finally:
-            if self.entry is None:
-                self._file.close()
-                self._temporary.unlink(missing_ok=True)
-
-
 def write_shard(path: str | Path, tokens, *, fingerprint: str, vocab_size: int) -> dict:
-    """Write a whole shard at once; returns its entry for meta.json."""
-    with ShardWriter(path, fingerprint=fingerprint, vocab_size=vocab_size) as shard:
-        shard.write(tokens)
-    return shard.entry
+    """Write a shard; returns its entry for meta.json: {"file", "tokens", "checksum"}.
+
+    tokens: ids (a list or an array of whole numbers), or an iterator over several of these, held one at a time.
+    """
+    path, version = Path(path), 1 if vocab_size <= 1 << 16 else 2
+    n_tokens, digest, header = 0, hashlib.blake2b(digest_size=8), np.zeros(256, "<i4")
+    with whole_file(path, "wb") as file:
+        file.write(header)
+        for ids in tokens if isinstance(tokens, Iterator) else [tokens]:
+            n_tokens += len(ids)
+            if n_tokens > MAX_SHARD_TOKENS:
+                raise ValueError(f"{path} would hold {n_tokens:,} tokens; a shard holds {MAX_SHARD_TOKENS:,}.\n"
+                                 "  Write several shards.")
+            ids = np.asarray(ids)
+            for bad in (ids.min(initial=0), ids.max(initial=0)):
+                if not 0 <= bad < vocab_size:  # the cast below would turn it into another, valid id
+                    raise ValueError(f"{path}: id {bad} is outside the vocabulary of {vocab_size} ids.\n"
+                                     "  Give the vocab_size of the tokenizer that made the ids.")
+            data = ids.astype(DTYPES[version])
+            digest.update(data)
+            file.write(data)
+        header[:4] = MAGIC, version, n_tokens, DTYPES[version].itemsize
+        header[4:12] = np.frombuffer(bytes.fromhex(fingerprint), "<i4")
+        header[12:14] = np.frombuffer(digest.digest(), "<i4")
+        file.seek(0)
+        file.write(header)
+    return {"file": path.name, "tokens": n_tokens, "checksum": digest.hexdigest()}
 
 
-def _publish(file, temporary, path):
-    """Content, name and folder reach the disk in this order, so that no crash leaves half a file under its name."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
+@contextlib.contextmanager
+def whole_file(path: Path, mode="w"):
+    """A file to write that has its name when the block ends, and never exists if that ends by an exception.
+
+    Content, name and folder reach the disk in this order, so that no crash leaves half a file under its name. A kill
+    leaves PATH.tmp, which the next writer of PATH overwrites.
+    """
+    temporary, text = path.with_name(path.name + ".tmp"), {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    try:
+        with open(temporary, mode, **text) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
     with contextlib.suppress(OSError):  # Windows opens no folder, some network drives sync none
         folder = os.open(path.parent, os.O_RDONLY)
@@ -146,10 +105,9 @@ def read_header(path: str | Path) -> Header:
         raise FileNotFoundError(f"{path} not found.\n  Copy the missing shard, or make the data set again: prepare.py.")
     with open(path, "rb") as file:
         raw = file.read(HEADER_BYTES)
-    again = "copy it again, or make the data set again with prepare.py."
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{path} has {len(raw)} bytes; the header of a shard alone has {HEADER_BYTES}.\n"
-                         f"  It was cut short: {again}")
+                         f"  It was cut short: {AGAIN}")
     words = np.frombuffer(raw, "<i4")
     magic, version, n_tokens, width = (int(word) for word in words[:4])
     if magic != MAGIC:
@@ -157,11 +115,11 @@ def read_header(path: str | Path) -> Header:
                          "other layouts are not read: make shards from the text with prepare.py.")
     if version not in DTYPES or width not in (0, DTYPES[version].itemsize):
         raise ValueError(f"{path} has version {version} and {width} bytes per token; known are version 1 with 2 "
-                         f"(uint16) and version 2 with 4 (uint32).\n  If it should be one of these, {again}")
+                         f"(uint16) and version 2 with 4 (uint32).\n  If it should be one of these, {AGAIN}")
     size, needed = path.stat().st_size, HEADER_BYTES + n_tokens * DTYPES[version].itemsize
     if size != needed:
         raise ValueError(f"{path} has {size:,} bytes; the {n_tokens:,} tokens of its header need {needed:,}.\n"
-                         f"  It was cut short or damaged: {again}")
+                         f"  It was cut short or damaged: {AGAIN}")
     fingerprint, checksum = (words[4:12].tobytes().hex(), words[12:14].tobytes().hex()) if width else ("", "")
     return Header(n_tokens, DTYPES[version], fingerprint, checksum)
 
@@ -192,17 +150,13 @@ def verify_shard(path: str | Path) -> Header:
         unused = np.frombuffer(file.read(HEADER_BYTES), "<i4")[14 if header.fingerprint else 3:]
         if unused.any():
             raise ValueError(f"{path} has words in its header that no shard has.\n  They were damaged, or a later "
-                             "version wrote them: copy it again, or make the data set again with prepare.py.")
+                             f"version wrote them: {AGAIN}")
         while block := file.read(1 << 24):
             digest.update(block)
     if header.checksum not in ("", digest.hexdigest()):
         raise ValueError(f"{path} has checksum {digest.hexdigest()}; its header says {header.checksum}.\n  Tokens were "
-                         "damaged on disk or on the way: copy it again, or make the data set again with prepare.py.")
+                         f"damaged on disk or on the way: {AGAIN}")
     return header
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# meta.json
 
 
 def write_meta(data_dir: str | Path, *, sources, fingerprint: str, vocab_size: int, boundary_id: int,
@@ -217,16 +171,9 @@ def write_meta(data_dir: str | Path, *, sources, fingerprint: str, vocab_size: i
     meta["splits"] = {split: {**{key: sum(int(entry[key]) for entry in entries)
                                  for key in ("tokens", "documents", "bytes")}, "shards": entries}
                       for split, entries in splits.items()}
-    write_json(Path(data_dir) / "meta.json", meta, indent=1, ensure_ascii=False)
+    with whole_file(Path(data_dir) / "meta.json") as file:
+        json.dump(meta, file, indent=1, ensure_ascii=False)
     return meta
-
-
-def write_json(path: Path, tree, **how):
-    """Whole or not at all, whatever happens in between."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(tree, file, **how)
-        _publish(file, temporary, path)
 
 
 def read_meta(data_dir: str | Path) -> dict:
@@ -238,17 +185,14 @@ def read_meta(data_dir: str | Path) -> dict:
         return _foreign_meta(path.parent)
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        version = meta["version"]
-        missing = {"tokenizer", "vocab_size", "boundary_id", "data_fingerprint", "splits"} - set(meta)
-        if version == META_VERSION and not missing:
-            [(entry["file"], entry["tokens"], entry["checksum"]) for split in meta["splits"].values()
-             for entry in split["shards"]]
+        if meta["version"] != META_VERSION:
+            raise ValueError(f"version {meta['version']}; {META_VERSION} is needed")
+        [meta[key] for key in ("tokenizer", "vocab_size", "boundary_id", "data_fingerprint")]
+        [(entry["file"], entry["tokens"], entry["checksum"]) for split in meta["splits"].values()
+         for entry in split["shards"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not describe a data set ({type(error).__name__}: {error}).\n"
                          "  Make the data set again with prepare.py.") from None
-    if version != META_VERSION or missing:
-        raise ValueError(f"{path} has version {version} and lacks {sorted(missing) or 'nothing'}; version "
-                         f"{META_VERSION} with all keys is needed.\n  Make the data set again with prepare.py.")
     return meta
 
 

@@ -1,12 +1,12 @@
-"""Where documents come from: files, folders, globs, the standard library, Hugging Face; and which of them are kept.
+"""Where documents come from: files, folders, globs, the standard library, Hugging Face.
 
     source = Source("texts/")           also "stdlib", "a.txt", "logs/*.jsonl.gz", "hf:NAME[@REVISION][:CONFIG][:SPLIT]"
     for piece in Reader(source): ...    pieces of documents, in an order that depends on nothing but the input
 
 A .txt, .md or .py file is one document, so is a line of .jsonl and a row of .parquet; .gz and .zst around any of them
-are opened on the way.  A file that is named, or matched by a glob, is read as text whatever it is called; a folder is
-searched for the names above, without hidden folders and __pycache__.  Files come in natural order, part_2 before
-part_10.
+are opened on the way (FORMATS and PACKINGS: a new kind of file is a line there and a function).  A file that is named,
+or matched by a glob, is read as text whatever it is called; a folder is searched for the names above, without hidden
+folders and __pycache__.  Files come in natural order, part_2 before part_10.
 
 **Bytes are kept.**  Text is read as bytes and decoded as UTF-8 here, never by open(): no line ending is translated, no
 locale is asked.  A byte order mark is dropped, UTF-16 is refused, a byte that is no UTF-8 stops the run with its offset
@@ -19,9 +19,6 @@ cut depends on the text alone, not on how it was stored.
 
 **Positions.**  The last piece of a document carries what to continue from after it: (file, record) for files, the state
 of the stream and the rows since for Hugging Face.  Records before it are skipped without being parsed.
-
-The quality filters at the end are those of the Stack-100M recipe.  They look at one document each; near-duplicates are
-another matter: run datatrove's MinHash pipeline first and name the folder of .jsonl.gz files that it writes.
 """
 
 import codecs
@@ -34,7 +31,7 @@ import json
 import os
 import platform
 import re
-import string
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -46,11 +43,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from stack.data.shards import natural
-from stack.data.tokenizer import CUT, replace_surrogates
+import numpy as np
 
-KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
-PACKED = (".gz", ".zst")
+from stack.data.filters import FILTERS
+from stack.data.shards import natural
+from stack.data.tokenizer import cut, to_bytes
+
 UNPACKED_FACTOR = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of text per byte of file, roughly
 PIECE = 1 << 18  # characters in a piece: enough for the tokenizer's speed, few enough to share out among threads
 CHUNK = 1 << 18  # bytes read from a file at a time
@@ -83,16 +81,15 @@ class Source:
                              f"  Use {', '.join(filter(None, FILTERS))}, or leave it out.")
         self.in_hub = self.source.startswith("hf:")
         self.root, self.names = ("", []) if self.in_hub else list_files(self.source)
-        self.sizes, listing = [], hashlib.blake2b(digest_size=8)
-        for name in self.names:
-            stat = os.stat(os.path.join(self.root, name))
-            self.sizes.append(stat.st_size)
-            listing.update(os.fsencode(f"{name} {stat.st_size} {stat.st_mtime_ns}\n"))
+        stats = [os.stat(os.path.join(self.root, name)) for name in self.names]
+        self.sizes = [stat.st_size for stat in stats]
         # What a second run of the same command must find unchanged, to continue or to call the work done.
         self.identity = {key: value for key, value in asdict(self).items() if value}
         if not self.in_hub:
-            self.identity |= {"files": len(self.names), "bytes": sum(self.sizes)}
-            self.identity["listing"] = listing.hexdigest()
+            listing = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n"
+                              for name, stat in zip(self.names, stats, strict=True))
+            self.identity |= {"files": len(self.names), "bytes": sum(self.sizes),
+                              "listing": hashlib.blake2b(os.fsencode(listing), digest_size=8).hexdigest()}
         if self.source == "stdlib":
             self.identity["python"] = platform.python_version()
 
@@ -104,8 +101,9 @@ class Source:
 
 def list_files(source: str) -> tuple[str, list[str]]:
     """(folder, names in it) of the files of a source, in natural order."""
-    root = "" if source != "stdlib" else sysconfig.get_path("stdlib")
+    root, names = "", []
     if source == "stdlib":
+        root = sysconfig.get_path("stdlib")
         names = [name for name in _walk(root) if _is_stdlib(name)]
     elif os.path.isdir(source):
         root, names = source, list(_walk(source))
@@ -120,8 +118,8 @@ def list_files(source: str) -> tuple[str, list[str]]:
         raise FileNotFoundError(f"{source} not found.\n  A source is a file, a folder, a glob in quotes, stdlib, or "
                                 "hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data set on Hugging Face.")
     if not names:
-        raise FileNotFoundError(f"{source} has no files to read; looked for {' '.join(KINDS)}, also with "
-                                f"{' or '.join(PACKED)} behind.\n  Text under other names is read when you name the "
+        raise FileNotFoundError(f"{source} has no files to read; looked for {' '.join(FORMATS)}, also with "
+                                f"{' or '.join(PACKINGS)} behind.\n  Text under other names is read when you name the "
                                 "files, or give a glob that matches them.")
     return root, sorted(names, key=natural)
 
@@ -132,14 +130,14 @@ def _walk(folder: str):
     for root, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for name in names:
-            if _kind(name) in KINDS and not name.startswith("."):
+            if _kind(name) in FORMATS and not name.startswith("."):
                 yield os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/")
 
 
 def _kind(name) -> str:
     """.jsonl for a.jsonl and a.jsonl.gz"""
     stem, kind = os.path.splitext(name)
-    return os.path.splitext(stem)[1] if kind in PACKED else kind
+    return os.path.splitext(stem)[1] if kind in PACKINGS else kind
 
 
 def _is_stdlib(name: str) -> bool:
@@ -157,8 +155,8 @@ class Piece(NamedTuple):
     text: str
     key: int  # 64-bit hash of the whole document, the same for every piece of it
     first: bool  # a document begins with this piece
-    consumed: int  # bytes of the source's files read so far, for progress bars
     after: dict | None  # with the last piece of a document: the state of the reader behind it
+    ids: np.ndarray | None = None  # of the text, once it is encoded
 
 
 class Reader:
@@ -170,112 +168,49 @@ class Reader:
     def __init__(self, source: Source, *, errors="strict", skip_bad=False, after=None):
         self.source, self.errors, self.skip_bad = source, errors, skip_bad
         after = after or {"position": None, "counts": {}, "notes": [], "consumed": 0}
-        self.position, self.consumed = after["position"], after["consumed"]
+        self.position, self.before, self.file = after["position"], after["consumed"], None
         self.counts, self.notes = Counter(after["counts"]), list(after["notes"])
         self.commit = after.get("commit", "")  # of a data set on Hugging Face
 
+    def consumed(self) -> int:
+        """Bytes of the source's files read so far, for progress bars."""
+        return self.before + (self.file.consumed() if self.file else 0)
+
     def state(self) -> dict:
         return {"position": self.position, "counts": dict(self.counts), "notes": list(self.notes),
-                "consumed": self.consumed, **({"commit": self.commit} if self.source.in_hub else {})}
+                "consumed": self.consumed(), **({"commit": self.commit} if self.source.in_hub else {})}
 
     def __iter__(self):
         keep = FILTERS[self.source.filter]
         for record in self._hub_rows() if self.source.in_hub else self._file_records():
-            if isinstance(record, Path):
-                (key, chunks), ahead = self._hash_file(record), record.stat().st_size
-            else:
-                (key, chunks), ahead = hash_text(record), 0
-            pieces = cut(chunks)
-            text = next(pieces, "")
-            if not text:
+            key, chunks = hash_text(record) if isinstance(record, str) else hash_file(record)
+            pieces = cut(chunks, PIECE)
+            begin = next(pieces, "")
+            if not begin:
                 self.counts["empty"] += 1
-            elif not keep(text):  # of a document of several pieces the filters see the first, PIECE characters
+            elif not keep(begin):  # of a document of several pieces the filters see the first, PIECE characters
                 self.counts["filtered"] += 1
             else:
-                first = True
-                for following in pieces:
-                    ahead = max(0, ahead - len(text))
-                    yield Piece(text, key, first, self.consumed - ahead, None)
-                    text, first = following, False
-                yield Piece(text, key, first, self.consumed, self.state())
+                pairs = itertools.pairwise(itertools.chain([begin], pieces, [None]))
+                for n, (text, following) in enumerate(pairs):
+                    yield Piece(text, key, n == 0, self.state() if following is None else None)
 
     def _file_records(self):
-        """Text, or the path of a file that is one document; self.position is that of the record after it."""
+        """Text, or the File that is one document; self.position is that of the record after it."""
         start, skip = self.position or (0, 0)
-        before = sum(self.source.sizes[:start])
+        self.before = sum(self.source.sizes[:start])
         for number in range(start, len(self.source.names)):
-            name, size = self.source.names[number], self.source.sizes[number]
-            read = {".jsonl": self._json_lines, ".parquet": self._parquet_rows}.get(_kind(name), self._whole)
-            for record, text, share in read(Path(self.source.root, name), skip):
-                self.position, self.consumed = (number, record), before + int(share * size)
-                yield text
-            skip, before = 0, before + size
-
-    def _whole(self, path, skip):
-        if not skip:
-            yield 1, path, 1.0
-
-    def _hash_file(self, path):
-        """The hash of a text file and its text, which is kept if it is short and read again if it is not."""
-        hasher, held, size = hashlib.blake2b(digest_size=8), [], 0
-        for text in read_text(path, self.errors, self.counts):
-            data = text.encode()
-            hasher.update(data)
-            size += len(data)
-            held.append(data)  # not text: one emoji makes Python keep four bytes for each character
-            if size > HOLD:
-                held = []
-        again = read_text(path, self.errors, Counter()) if size > HOLD else (data.decode() for data in held)
-        return int.from_bytes(hasher.digest()), again
-
-    def _json_lines(self, path, skip):
-        """(line number, text, share of the file read) of every record after line `skip`."""
-        size = max(1, path.stat().st_size)
-        with open_unpacked(path) as (file, raw):
-            utf8 = Utf8(path, self.errors, self.counts)
-            utf8.start(file)
-            lines, share = _lines(file, utf8, skip), 0.0
-            for number, line in lines:
-                text, why = parse_json(line, self.source.text_key)
-                if text is not None:
-                    if number % 64 == 0:  # a system call
-                        share = raw.tell() / size
-                    yield number, text, share
+            path, size = Path(self.source.root, self.source.names[number]), self.source.sizes[number]
+            self.file = File(path, size, self.errors, self.counts)
+            unit, read = FORMATS.get(_kind(path.name), WHOLE)
+            records = read(self.file, self.source.text_key, skip)
+            for record, text, why in records:
+                self.position = (number, record)
+                if why:
+                    self._bad(path, unit, record, why, (other for other, _, why in records if why))
                 else:
-                    others = (n for n, line in lines if parse_json(line, self.source.text_key)[0] is None)
-                    self._bad(path, "line", number, why, others)
-
-    def _parquet_rows(self, path, skip):
-        """(row number, text, share of the file read) of every row after row `skip`."""
-        import pyarrow
-        import pyarrow.parquet as pq
-        key = self.source.text_key
-        try:
-            with open_seekable(path) as file:
-                parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # else it holds whole row groups
-                names = parquet.schema_arrow.names
-                kind = str(parquet.schema_arrow.field(key).type) if key in names else "nothing"
-                if "string" not in kind:  # string, large_string, string_view, dictionary<values=string ...>
-                    raise ValueError(f"{path}: column {key!r} holds {kind}; text is needed. Columns: {', '.join(names)}"
-                                     "\n  Name the one with the text: --text_key COLUMN")
-                row, total = 0, max(1, parquet.metadata.num_rows)
-                for group in range(parquet.num_row_groups):
-                    rows = parquet.metadata.row_group(group).num_rows
-                    if row + rows <= skip:
-                        row += rows
-                        continue
-                    for batch in parquet.iter_batches(batch_size=64, row_groups=[group], columns=[key]):
-                        for value in batch.column(0).to_pylist():
-                            row += 1
-                            if row > skip and value is None:
-                                self._bad(path, "row", row, f"has nothing in column {key!r}")
-                            elif row > skip:
-                                yield row, value, row / total
-        except (pyarrow.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # the system's own message names the file
-                raise
-            raise ValueError(f"{path} cannot be read as parquet: {error}\n  It was cut short, damaged, or is something "
-                             "else: copy it again, or leave it out.") from None
+                    yield text
+            self.before, self.file, skip = self.before + size, None, 0
 
     def _hub_rows(self):
         """Texts of a data set of Hugging Face; an interrupted stream is taken up where it broke, after a pause."""
@@ -321,52 +256,88 @@ class Reader:
 
 def hash_text(text: str):
     """(64-bit hash, chunks) of a text in memory; what has no bytes in UTF-8 becomes U+FFFD."""
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        text = replace_surrogates(text)
-        data = text.encode()
+    text, data = to_bytes(text)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()), [text]
 
 
-def cut(chunks):
-    """The same text in pieces of at most PIECE characters; where they end does not depend on the chunks."""
-    rest = ""
-    for chunk in chunks:
-        rest += chunk
-        start = 0
-        while len(rest) - start > PIECE:
-            end = start + PIECE
-            if space := CUT.search(rest, max(end - 256, start), end):
-                end = space.end()
-            yield rest[start:end]
-            start = end
-        rest = rest[start:]
-    if rest:
-        yield rest
+def hash_file(file: "File"):
+    """The same of a whole file, whose text is kept if it is short and read again if it is not."""
+    hasher, held, size = hashlib.blake2b(digest_size=8), [], 0
+    for text in file.chunks():
+        data = text.encode()
+        hasher.update(data)
+        size += len(data)
+        held.append(data)  # not text: one emoji makes Python keep four bytes for each character
+        if size > HOLD:
+            held = []
+    file.counts = Counter()  # what a second pass replaces is counted already
+    return int.from_bytes(hasher.digest()), file.chunks() if size > HOLD else (data.decode() for data in held)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # bytes
 
 
-@contextmanager
-def open_unpacked(path: Path):
-    """(buffered binary file, the file underneath, whose position tells how far along one is)."""
-    with open(path, "rb") as raw:
-        if path.suffix == ".gz":
-            file = io.BufferedReader(gzip.GzipFile(fileobj=raw), CHUNK)
-        elif path.suffix == ".zst":
-            file = io.BufferedReader(Zstd(raw), CHUNK)
-        else:
-            file = raw
+class File:
+    """A file of a source: unpacked, and decoded as UTF-8 with the offset of what is none, or counts["replaced"] of it.
+
+    size: of the file as it lies there.  offset: bytes of text decoded so far.
+    """
+
+    def __init__(self, path: Path, size: int, errors, counts):
+        self.path, self.size, self.errors, self.counts = path, size, errors, counts
+        self.raw, self.offset, self.pending = None, 0, b""  # pending: a character whose end is in the next chunk
+
+    def consumed(self) -> int:
+        """How much of it is read."""
+        return 0 if self.raw is None else self.size if self.raw.closed else self.raw.tell()
+
+    @contextmanager
+    def open(self, text=True):
+        """Its unpacked bytes, buffered; of a text those behind the byte order mark."""
+        unpack = PACKINGS.get(self.path.suffix)
+        with open(self.path, "rb") as self.raw:
+            file = io.BufferedReader(unpack(self.raw), CHUNK) if unpack else self.raw
+            try:
+                if text:
+                    self._start(file)
+                yield file
+            except Exception as error:
+                if not isinstance(error, UNPACK_ERRORS) and type(error).__name__ != "ZstdError":
+                    raise
+                raise ValueError(f"{self.path} cannot be unpacked: {error}\n  It was cut short or damaged: copy it "
+                                 "again, or leave it out.") from None
+
+    def _start(self, file):
+        """Look at the first bytes: skip a byte order mark, refuse UTF-16."""
+        head, self.pending = file.peek(4096)[:4096], b""
+        uneven = abs(head[0::2].count(0) - head[1::2].count(0))  # in UTF-16 every other byte of plain English is 0
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or uneven > max(8, len(head) / 5):
+            raise ValueError(f"{self.path}: UTF-16 from byte 0 on; UTF-8 is needed.\n"
+                             "  Convert it with: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+        self.offset = len(file.read(len(codecs.BOM_UTF8))) if head.startswith(codecs.BOM_UTF8) else 0
+
+    def decode(self, data: bytes, final: bool) -> str:
+        """The next bytes as text; final: a character that they do not complete is none."""
+        data = self.pending + data
         try:
-            yield file, raw
-        except Exception as error:
-            if not isinstance(error, EOFError | gzip.BadGzipFile | zlib.error) and type(error).__name__ != "ZstdError":
-                raise
-            raise ValueError(f"{path} cannot be unpacked: {error}\n  It was cut short or damaged: copy it again, or "
-                             "leave it out.") from None
+            text, used = codecs.utf_8_decode(data, "strict", final)
+        except UnicodeDecodeError as error:
+            if self.errors == "strict":
+                raise ValueError(f"{self.path}: byte {self.offset + error.start} is no UTF-8: "
+                                 f"{error.reason}.\n  Convert the file (iconv -f LATIN1 -t UTF-8, if it is Latin-1), "
+                                 "leave it out, or put U+FFFD there with --errors replace.") from None
+            text, used = codecs.utf_8_decode(data, "replace", final)
+            self.counts["replaced"] += text.count("\ufffd") - data[:used].count("\ufffd".encode())
+        self.pending, self.offset = data[used:], self.offset + used
+        return text
+
+    def chunks(self):
+        """The text, byte for byte but for a byte order mark."""
+        with self.open() as file:
+            while chunk := file.read(CHUNK):
+                yield self.decode(chunk, final=False)
+            yield self.decode(b"", final=True)
 
 
 class Zstd(io.RawIOBase):
@@ -380,9 +351,8 @@ class Zstd(io.RawIOBase):
         except ImportError:
             raise ImportError(f"{raw.name} needs the package zstandard.\n  Install it with: pip install zstandard"
                               ) from None
-        self.raw, self.packed, self.out = raw, b"", memoryview(b"")
+        self.raw, self.packed, self.out, self.frame = raw, b"", memoryview(b""), None
         self.new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj  # `zstd --long` needs large windows
-        self.frame = None
 
     def readable(self):
         return True
@@ -403,95 +373,84 @@ class Zstd(io.RawIOBase):
         return n
 
 
-@contextmanager
-def open_seekable(path: Path):
-    """A file to jump around in, as parquet needs; a packed one is unpacked to an unnamed file, gone when closed."""
-    if path.suffix not in PACKED:
-        with open(path, "rb") as file:
-            yield file
-    else:
-        with tempfile.TemporaryFile() as unpacked:
-            with open_unpacked(path) as (file, _):
-                while chunk := file.read(CHUNK):
-                    unpacked.write(chunk)
-            unpacked.seek(0)
-            yield unpacked
+# ----------------------------------------------------------------------------------------------------------------------
+# formats: (number, text or File, what is wrong with it or "") of the records behind the first `skip`
 
 
-class Utf8:
-    """Bytes to text, chunk by chunk, with the offset of what is no UTF-8, or counts["replaced"] of it."""
-
-    def __init__(self, path, errors, counts):
-        self.path, self.errors, self.counts = path, errors, counts
-        self.offset, self.pending = 0, b""  # pending: the beginning of a character whose end is in the next chunk
-
-    def start(self, file):
-        """Look at the first bytes: skip a byte order mark, refuse UTF-16."""
-        head = file.peek(4096)[:4096]
-        uneven = abs(head[0::2].count(0) - head[1::2].count(0))  # in UTF-16 every other byte of plain English is 0
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or uneven > max(8, len(head) / 5):
-            raise ValueError(f"{self.path}: UTF-16 from byte 0 on; UTF-8 is needed.\n"
-                             "  Convert it with: iconv -f UTF-16 -t UTF-8 OLD > NEW")
-        if head.startswith(codecs.BOM_UTF8):
-            self.offset = len(file.read(len(codecs.BOM_UTF8)))
-
-    def decode(self, data: bytes, final: bool) -> str:
-        data = self.pending + data
-        try:
-            text, used = codecs.utf_8_decode(data, "strict", final)
-        except UnicodeDecodeError as error:
-            if self.errors == "strict":
-                raise ValueError(f"{self.path}: byte {self.offset + error.start} is no UTF-8: "
-                                 f"{error.reason}.\n  Convert the file (iconv -f LATIN1 -t UTF-8, if it is Latin-1), "
-                                 "leave it out, or put U+FFFD there with --errors replace.") from None
-            text, used = codecs.utf_8_decode(data, "replace", final)
-            self.counts["replaced"] += text.count("\ufffd") - data[:used].count("\ufffd".encode())
-        self.pending, self.offset = data[used:], self.offset + used
-        return text
+def read_whole(file: File, key: str, skip: int):
+    """The file itself."""
+    if not skip:
+        yield 1, file, ""
 
 
-def read_text(path: Path, errors, counts):
-    """The text of a file in chunks, byte for byte but for a byte order mark."""
-    with open_unpacked(path) as (file, _):
-        utf8 = Utf8(path, errors, counts)
-        utf8.start(file)
-        while chunk := file.read(CHUNK):
-            yield utf8.decode(chunk, final=False)
-        yield utf8.decode(b"", final=True)
+def read_json_lines(file: File, key: str, skip: int):
+    """Lines, which end by \\n alone as JSON may hold U+2028."""
+    with file.open() as lines:
+        for number in itertools.count(1):
+            line = part = lines.readline(MAX_LINE)
+            if not line:
+                return
+            while len(part) == MAX_LINE and not part.endswith(b"\n"):
+                part = lines.readline(MAX_LINE)
+                file.offset += len(part)
+            if number > skip and part is line and line.strip():
+                yield number, *parse_json(file.decode(line, final=True), key)
+            else:
+                file.offset += len(line)
+                if number > skip and part is not line:
+                    yield number, "", f"is longer than {MAX_LINE:,} bytes"
 
 
-def _lines(file, utf8: Utf8, skip: int):
-    """(number, line) behind line `skip`, ended by \\n alone as JSON may hold U+2028; None for one above MAX_LINE."""
-    for number in itertools.count(1):
-        line = part = file.readline(MAX_LINE)
-        if not line:
-            return
-        cut_off = False
-        while len(part) == MAX_LINE and not part.endswith(b"\n"):
-            part, cut_off = file.readline(MAX_LINE), True
-            utf8.offset += len(part)
-        if number > skip and not cut_off and line.strip():
-            yield number, utf8.decode(line, final=True)
-        else:
-            utf8.offset += len(line)
-            if number > skip and cut_off:
-                yield number, None
-
-
-def parse_json(line: str | None, key: str):
-    """(text, None) of a JSON line, or (None, what is wrong with it)."""
-    if line is None:
-        return None, f"is longer than {MAX_LINE:,} bytes"
+def parse_json(line: str, key: str) -> tuple[str, str]:
+    """(text of a JSON line, what is wrong with it)"""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return None, f"is not JSON ({error})"
+        return "", f"is not JSON ({error})"
     if not isinstance(record, dict):
-        return None, f"is not an object with the key {key!r}"
+        return "", f"is not an object with the key {key!r}"
     if not isinstance(record.get(key), str):
         found = f"has no text under {key!r}" if key in record else f"has no key {key!r}"
-        return None, f"{found}; its keys are {', '.join(record) or 'none'}"
-    return record[key], None
+        return "", f"{found}; its keys are {', '.join(record) or 'none'}"
+    return record[key], ""
+
+
+def read_parquet(file: File, key: str, skip: int):
+    """Rows."""
+    import pyarrow
+    import pyarrow.parquet as pq
+    path = file.path
+    try:
+        with file.open(text=False) as rows, tempfile.TemporaryFile() as unpacked:
+            if path.suffix in PACKINGS:  # parquet is read from its end: unpack to an unnamed file, gone when closed
+                shutil.copyfileobj(rows, unpacked, CHUNK)
+                rows = unpacked
+            parquet = pq.ParquetFile(rows, pre_buffer=False, buffer_size=CHUNK)  # else it holds whole row groups
+            names = parquet.schema_arrow.names
+            kind = str(parquet.schema_arrow.field(key).type) if key in names else "nothing"
+            if "string" not in kind:  # string, large_string, string_view, dictionary<values=string ...>
+                raise ValueError(f"{path}: column {key!r} holds {kind}; text is needed. Columns: {', '.join(names)}"
+                                 "\n  Name the one with the text: --text_key COLUMN")
+            row, groups = 0, list(range(parquet.num_row_groups))
+            while groups and row + parquet.metadata.row_group(groups[0]).num_rows <= skip:
+                row += parquet.metadata.row_group(groups.pop(0)).num_rows
+            batches = parquet.iter_batches(batch_size=64, row_groups=groups, columns=[key])
+            texts = (text for batch in batches for text in batch.column(0).to_pylist())
+            for number, text in enumerate(texts, row + 1):
+                if number > skip:
+                    yield number, text, "" if text is not None else f"has nothing in column {key!r}"
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's own message names the file
+            raise
+        raise ValueError(f"{path} cannot be read as parquet: {error}\n  It was cut short, damaged, or is something "
+                         "else: copy it again, or leave it out.") from None
+
+
+WHOLE = ("file", read_whole)  # of any other name as well
+FORMATS = {".txt": WHOLE, ".md": WHOLE, ".py": WHOLE,  # by extension: what a record is called, and who reads it
+           ".jsonl": ("line", read_json_lines), ".parquet": ("row", read_parquet)}
+PACKINGS = {".gz": gzip.open, ".zst": Zstd}  # around any of them: file of packed bytes -> file of the unpacked
+UNPACK_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -561,50 +520,3 @@ def open_hub(source: Source, commit: str = ""):
         raise ValueError(f"{source.source} has no column {source.text_key!r}; it has {', '.join(columns)}.\n"
                          "  Name the one that holds the text: --text_key COLUMN")
     return (stream.select_columns([source.text_key]) if columns else stream), found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# quality filters of the Stack-100M recipe
-
-
-def keep_web(text: str) -> bool:
-    """Prose: 50 to 100,000 words of 3 to 10 characters on average, mostly letters, few digits, few repeated lines."""
-    words = text.split()
-    lines = [line for line in text.split("\n") if line.strip()]
-    return (50 <= len(words) <= 100_000 and 3 <= sum(map(len, words)) / len(words) <= 10
-            and count_letters(text) >= 0.60 * len(text) and count_digits(text) <= 0.20 * len(text)
-            and len(lines) - len(set(lines)) <= 0.30 * len(lines))
-
-
-def keep_code(text: str) -> bool:
-    """Source: 20 to 200,000 characters, none but white space making up more than 30 % (number tables, ASCII art)."""
-    if not 20 <= len(text) <= 200_000:
-        return False
-    return max((n for char, n in Counter(text).items() if not char.isspace()), default=len(text)) <= 0.30 * len(text)
-
-
-def keep_math(text: str) -> bool:
-    """At least 20 words, and mathematics in it: 3 % digits or three marks of formulas."""
-    return len(text.split()) >= 20 and (count_digits(text) >= 0.03 * len(text) or len(FORMULA.findall(text)) >= 3)
-
-
-def count_letters(text: str) -> int:
-    return _count(text, NO_LETTERS, str.isalpha)
-
-
-def count_digits(text: str) -> int:
-    return _count(text, NO_DIGITS, str.isdigit)
-
-
-def _count(text, others, test):
-    """How many characters pass the test; ASCII ones by deleting the others, thirty times faster than asking each."""
-    plain = text.encode("ascii", "ignore")
-    foreign = NOT_ASCII.findall(text) if len(plain) < len(text) else ()
-    return len(plain.translate(None, others)) + sum(map(test, foreign))
-
-
-NO_LETTERS = bytes(set(range(128)) - set(string.ascii_letters.encode()))
-NO_DIGITS = bytes(set(range(128)) - set(string.digits.encode()))
-NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-FORMULA = re.compile(r"[=+^<>∑∫√≤≥≠±×÷]|\\[a-zA-Z]+|\$")
-FILTERS = {"": lambda text: True, "web": keep_web, "code": keep_code, "math": keep_math}

@@ -43,6 +43,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stack.data.shards import whole_file
+
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
            r"|\s+(?!\S)|\s+")
 BOUNDARY = "<|endoftext|>"  # stands before every document: begin and stop sign in one
@@ -118,7 +120,8 @@ class Tokenizer:
         if self.nfc:
             text = unicodedata.normalize("NFC", text)
         try:
-            parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in slices(text)]
+            parts = [self._encoding.encode_to_numpy(part, disallowed_special=())
+                     for part in (cut([text], SLICE) if len(text) > SLICE else [text])]
         except UnicodeEncodeError:
             return self.encode_to_numpy(replace_surrogates(text))
         except BaseException as error:
@@ -232,12 +235,8 @@ class Tokenizer:
         head |= {"nfc": True} if self.nfc else {}
         lines = ",\n".join(json.dumps(token, ensure_ascii=False) for token in tokens)  # a line per token
         text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "tokens": [\n{lines}\n ]\n}}\n'
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        with whole_file(path) as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
@@ -250,11 +249,11 @@ class Tokenizer:
             raise FileNotFoundError(f"{path} not found.\n  A data set's or a run's folder is needed. Make a data set "
                                     "with: python prepare.py SOURCE --out data/NAME")
         needed = f"{FORMAT} version {VERSION} is needed"
+        again = "Copy it again from the data set or checkpoint it belongs to."
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:  # JSON's and UTF-8's
-            raise ValueError(f"{path} is not JSON ({error}); {needed}.\n  Copy it again from the data set or "
-                             "checkpoint it belongs to.") from None
+            raise ValueError(f"{path} is not JSON ({error}); {needed}.\n  {again}") from None
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT or data.get("version") != VERSION:
             kind = "is Hugging Face's tokenizer file" if isinstance(data, dict) and "added_tokens" in data else (
@@ -268,11 +267,10 @@ class Tokenizer:
                                   nfc=data.get("nfc", False))
             stored, computed = data["fingerprint"], tokenizer.fingerprint
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {needed}.\n  Copy it again from "
-                             "the data set or checkpoint it belongs to.") from None
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {needed}.\n  {again}") from None
         if stored != computed:
             raise ValueError(f"{path} was changed after it was written: its fingerprint says {stored}, its contents "
-                             f"give {computed}.\n  Copy it again from the data set or checkpoint it belongs to.")
+                             f"give {computed}.\n  {again}")
         return tokenizer
 
 
@@ -316,16 +314,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def slices(text: str) -> Iterator[str]:
-    """The text in parts of at most SLICE characters, cut where pieces end anyhow if such a place is near."""
-    start = 0
-    while len(text) - start > SLICE:
-        end = start + SLICE
-        if cut := CUT.search(text, end - 256, end):
-            end = cut.end()
-        yield text[start:end]
-        start = end
-    yield text[start:] if start else text
+def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
+    """The text that arrives in chunks in parts of at most `size` characters, which depend on nothing but the text.
+
+    They end where pieces end anyhow if such a place is near.
+    """
+    rest = ""
+    for chunk in chunks:
+        rest += chunk
+        start = 0
+        while len(rest) - start > size:
+            end = start + size
+            if space := CUT.search(rest, max(end - 256, start), end):
+                end = space.end()
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    if rest:
+        yield rest
 
 
 def replace_surrogates(text: str) -> str:
@@ -333,18 +339,24 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def to_bytes(text: str) -> tuple[str, bytes]:
+    """(the text without lone surrogates, its UTF-8)"""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = replace_surrogates(text)
+        return text, text.encode()
+
+
 def _training_slices(texts):
     total = 0
     for text in texts:
-        try:
-            total += len(text.encode())
-        except UnicodeEncodeError:
-            text = replace_surrogates(text)
-            total += len(text.encode())
+        text, data = to_bytes(text)
+        total += len(data)
         if total > MAX_TRAINING_BYTES:  # a count that overflows gives wrong merges without a word
             raise ValueError(f"More than {MAX_TRAINING_BYTES:,} bytes to train a tokenizer on; rustbpe's counts end "
                              "there.\n  Train on a sample: some hundred MB give nearly the same vocabulary.")
-        yield from slices(text)
+        yield from cut([text], SLICE)
 
 
 def _grouped(texts):

@@ -2,7 +2,8 @@
 
     state = start(folder, command)    a new state, or that of the run to be continued; another command's is refused
     output = Output(job, tokenizer, state)
-    output.take(i, piece, ids)        decide about a piece of a document of source i, and write it
+    for i, piece in interleaved(...)  pieces of documents of source i, whichever source is next
+    output.take(i, piece)             decide about a piece, and write it
     output.save()                     between documents: from here on a kill costs only what comes later
     output.finish()                   the last shards
 
@@ -35,14 +36,10 @@ import time
 
 import numpy as np
 
-from stack.data.shards import ShardWriter, write_json
+from stack.data.shards import whole_file, write_shard
 
 SAVE_SECONDS = 10  # between two records of progress
-BLOCK = 1 << 20  # tokens handled together where a whole shard would be too much
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# state and folder
+BLOCK = 1 << 20  # tokens of a shard read together
 
 
 def fresh(command):
@@ -65,7 +62,8 @@ def start(folder, command):
         raise ValueError(f"{folder} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)} and no record of a run; "
                          "a data set needs a folder of its own.\n  Choose a new one with --out.")
     state = fresh(command)
-    write_json(path, state)
+    with whole_file(path) as file:
+        json.dump(state, file)
     return state
 
 
@@ -117,16 +115,23 @@ def clean(folder, *patterns):
             path.unlink()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# documents
-
-
 def next_source(records, weights):
     """In the order given; of a mixture, the one with the fewest training tokens for its weight, until one ends."""
     still = [i for i, record in enumerate(records) if not record["done"]]
     if weights is None:
         return still[0] if still else None
     return min(still, key=lambda i: records[i]["train"] / weights[i]) if len(still) == len(records) else None
+
+
+def interleaved(readers, streams, records, weights):
+    """(number of the source, piece) of all sources in their order; a record ends with what became of its reader."""
+    while (i := next_source(records, weights)) is not None:
+        for piece in streams[i]:
+            yield i, piece
+            if piece.after:  # the end of a document: here the source can change
+                break
+        else:
+            records[i].update(after=readers[i].state(), done=True)
 
 
 class Output:
@@ -142,59 +147,55 @@ class Output:
         self.full, self.saved = False, 0.0  # full: max_tokens or max_bytes is reached
         self.is_new, self.in_split = True, None  # of the document that is being written
 
-    def take(self, i, piece, ids):
+    def take(self, i, piece):
         """Write a piece of a document of source i, unless the document is a duplicate."""
         if piece.first:
             self.is_new, self.in_split = self.seen.add(piece.key), None
             self.state["sources"][i]["duplicates"] += not self.is_new
         if not self.is_new:
             return
-        room = self.room(piece.first, ids)
-        self.full, ids = room <= len(ids), ids[:max(0, room)]
-        if self.state["tail"] is None:
-            self.put(i, "val" if piece.key < self.val_below else "train", ids)
-        else:
-            at = cut_at(self.state["tail"] - self.state["bytes"], ids, self.tokenizer, self.lengths)
-            self.put(i, "train", ids[:at])
-            self.put(i, "val", ids[at:])
-
-    def room(self, first, ids):
-        """How many of these ids the limits allow; more than there are, if that is not the end."""
-        room = len(ids) + 1
+        ids, ends, room = piece.ids, np.cumsum(self.lengths[piece.ids]), len(piece.ids) + 1  # + 1: this is not the end
         if self.job.max_tokens:
-            room = min(room, self.job.max_tokens - self.state["tokens"] - first)  # first: the boundary before them
+            room = min(room, max(0, self.job.max_tokens - self.state["tokens"] - piece.first))  # first: the boundary
         if self.job.max_bytes:
-            allowed = np.searchsorted(np.cumsum(self.lengths[ids]), self.job.max_bytes - self.state["bytes"], "right")
-            room = min(room, int(allowed) + (int(allowed) == len(ids)))
-        return room
+            allowed = int(np.searchsorted(ends, self.job.max_bytes - self.state["bytes"], "right"))
+            room = min(room, allowed + (allowed == len(ids)))
+        self.full, ids = room <= len(ids), ids[:room]
+        if self.state["tail"] is None:
+            return self.put(i, "val" if piece.key < self.val_below else "train", ids)
+        at = int(np.searchsorted(ends[:len(ids)], self.state["tail"] - self.state["bytes"], "right"))
+        if at:  # up to the end of that line, if it is near
+            near = [self.tokenizer.decode_bytes([id]).endswith(b"\n") for id in ids[:-1][at - 1:at + 199].tolist()]
+            at += near.index(True) if True in near else 0
+        self.put(i, "train", ids[:at])
+        self.put(i, "val", ids[at:])
 
     def put(self, i, name, ids):
         if not len(ids):
             return
         begins, self.in_split = self.in_split != name, name  # a document begins, or the part of one in this split
-        if begins:
-            self.splits[name].write(self.boundary)
+        size, record = int(self.lengths[ids].sum()), self.state["sources"][i]
+        ids = np.concatenate([self.boundary, ids]) if begins else ids
         self.splits[name].write(ids)
-        n, size, record = begins + len(ids), int(self.lengths[ids].sum()), self.state["sources"][i]
         for totals in (self.state, record):
             totals["documents"] += begins
-            totals["tokens"] += n
+            totals["tokens"] += len(ids)
             totals["bytes"] += size
         if name == "train":
-            record["train"] += n
-            self.mixture.add(i, n, begins)
+            record["train"] += len(ids)
+            self.mixture.add(i, len(ids), begins)
 
     def is_due(self):
         return time.monotonic() - self.saved > SAVE_SECONDS or any(split.finished for split in self.splits.values())
 
     def save(self):
         """Record where we are. Only between documents, as the state knows no half ones."""
-        for name, split in self.splits.items():
-            self.state["splits"][name] = split.sync()
-        self.state.update(seen=self.seen.sync(), bins=self.mixture.bins)
-        write_json(self.job.folder / "progress.json", self.state)
+        self.state.update(splits={name: split.sync() for name, split in self.splits.items()}, seen=self.seen.sync(),
+                          bins=self.mixture.bins)
+        with whole_file(self.job.folder / "progress.json") as file:
+            json.dump(self.state, file)
         for split in self.splits.values():
-            split.forget_parts()
+            split.forget_others()
         self.saved = time.monotonic()
 
     def finish(self):
@@ -205,20 +206,8 @@ class Output:
                 if record["done"]]
         self.state.update(ended=True, mixture=self.mixture.report([source.source for source in self.job.sources], ends))
         self.save()
-        self.close()
-
-    def close(self):
         for file in (self.seen.file, *(split.file for split in self.splits.values())):
             file.close()  # Windows deletes no open file
-
-
-def cut_at(offset, ids, tokenizer, lengths) -> int:
-    """How many of ids lie before byte `offset` of their text; up to the end of that line, if it is near."""
-    at = int(np.searchsorted(np.cumsum(lengths[ids]), offset, "right"))
-    for end in range(at, min(at + 200, len(ids))) if at else ():
-        if tokenizer.decode_bytes([int(ids[end - 1])]).endswith(b"\n"):
-            return end
-    return at
 
 
 class Split:
@@ -232,11 +221,8 @@ class Split:
         self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
         self.shards, self.n_tokens = list(kept["shards"]), kept["tokens"]
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.lengths, self.finished, self.held, self.n_held = tokenizer.token_bytes(), False, [], 0
-        keep = {shard["file"] for shard in self.shards} | {self.part().name}
-        for path in [*folder.glob(f"{name}_*.bin*"), *folder.glob(f"{name}_*.part")]:
-            if path.name not in keep:
-                path.unlink()
+        self.lengths = tokenizer.token_bytes()
+        self.forget_others()
         self.open_part()
 
     def part(self):
@@ -252,43 +238,37 @@ class Split:
 
     def write(self, ids):
         while len(ids):
-            taken = ids[:self.shard_tokens - self.n_tokens]
-            self.held.append(taken)
-            self.n_held += len(taken)
+            taken, ids = np.split(ids, [self.shard_tokens - self.n_tokens])
+            write_all(self.file, taken.astype(self.dtype))
             self.n_tokens += len(taken)
-            ids = ids[len(taken):]
-            if self.n_held >= BLOCK:
-                self.flush()
             if self.n_tokens == self.shard_tokens:
                 self.finish_shard()
 
-    def flush(self):
-        if self.held:
-            write_all(self.file, np.concatenate(self.held).astype(self.dtype))
-        self.held, self.n_held = [], 0
-
     def finish_shard(self):
-        self.flush()
         self.file.close()
-        documents = size = 0
-        with ShardWriter(self.part().with_suffix(".bin"), fingerprint=self.tokenizer.fingerprint,
-                         vocab_size=self.tokenizer.vocab_size) as shard, open(self.part(), "rb") as part:
-            while len(ids := np.fromfile(part, self.dtype, BLOCK)):
-                shard.write(ids)
-                documents += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
-                size += int(self.lengths[ids].sum())
-        self.shards.append({**shard.entry, "documents": documents, "bytes": size})
+        totals = {"documents": 0, "bytes": 0}
+
+        def blocks():
+            with open(self.part(), "rb") as part:
+                while len(ids := np.fromfile(part, self.dtype, BLOCK)):
+                    totals["documents"] += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
+                    totals["bytes"] += int(self.lengths[ids].sum())
+                    yield ids
+        entry = write_shard(self.part().with_suffix(".bin"), blocks(), fingerprint=self.tokenizer.fingerprint,
+                            vocab_size=self.tokenizer.vocab_size)
+        self.shards.append({**entry, **totals})
         self.n_tokens, self.finished = 0, True
         self.open_part()
 
     def sync(self):
-        self.flush()
         os.fsync(self.file.fileno())
         return {"shards": list(self.shards), "tokens": self.n_tokens}
 
-    def forget_parts(self):
-        for path in self.folder.glob(f"{self.name}_*.part"):
-            if path != self.part():
+    def forget_others(self):
+        """Delete what the state does not speak of: parts that are shards by now, and what a kill left behind."""
+        keep = {shard["file"] for shard in self.shards} | {self.part().name}
+        for path in self.folder.glob(f"{self.name}_[0-9]*"):
+            if path.name not in keep:
                 path.unlink()
         self.finished = False
 

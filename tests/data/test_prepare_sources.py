@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack.data import sources
-from stack.data.sources import Reader, Source, cut, list_files
-from stack.data.tokenizer import train_tokenizer
+from stack.data.sources import Reader, Source, list_files
+from stack.data.tokenizer import cut, train_tokenizer
 
 HARD = ["plain\n", "CRLF\r\nand\rold Mac\r\n", "line\u2028and\u2029separators\x0b\x0c\x85\n", "NUL \x00 inside",
         " ", "\n\n", "<|endoftext|> is text here", "é漢字🙂 \ufeff in the middle", "\ufffd already there", "a" * 5000,
@@ -89,25 +89,20 @@ def test_every_form_gives_the_same_documents(tmp_path, form):
 @given(text=st.text(alphabet="ab \n\té🙂", max_size=400), sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5))
 def test_pieces_depend_on_the_text_alone(text, sizes):
     """However a text arrives in chunks, its pieces are the same, are short, and join to the text."""
-    old, sources.PIECE = sources.PIECE, 40
-    try:
-        chunks, at, i = [], 0, 0
-        while at < len(text):
-            chunks.append(text[at:at + sizes[i % len(sizes)]])
-            at, i = at + sizes[i % len(sizes)], i + 1
-        pieces = list(cut(chunks))
-        assert pieces == list(cut([text])) and "".join(pieces) == text and max(map(len, pieces), default=0) <= 40
-    finally:
-        sources.PIECE = old
+    chunks, at, i = [], 0, 0
+    while at < len(text):
+        chunks.append(text[at:at + sizes[i % len(sizes)]])
+        at, i = at + sizes[i % len(sizes)], i + 1
+    pieces = list(cut(chunks, 40))
+    assert pieces == list(cut([text], 40)) and "".join(pieces) == text and max(map(len, pieces), default=0) <= 40
 
 
-def test_pieces_change_no_token(monkeypatch):
+def test_pieces_change_no_token():
     """Text with spaces in it has the same ids in pieces as whole."""
     words = random.Random(0)
     text = "".join(words.choice(["the ", "cat\n", "  sat", ", ", "12345 ", "été ", "\n\n", "x=y"]) for _ in range(9999))
     tokenizer = train_tokenizer([text[:5000]], 400)
-    monkeypatch.setattr(sources, "PIECE", 3000)
-    assert sum((tokenizer.encode(piece) for piece in cut([text])), []) == tokenizer.encode(text)
+    assert sum((tokenizer.encode(piece) for piece in cut([text], 3000)), []) == tokenizer.encode(text)
 
 
 def test_long_files_are_never_held(tmp_path):
@@ -161,6 +156,10 @@ def test_undecodable_bytes(tmp_path, monkeypatch, chunk):
         texts(Source(str(path)))
     reader = Reader(Source(str(path)), errors="replace")
     assert documents(reader)[0][0] == data.decode("utf-8", "replace") and reader.counts["replaced"] == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "HOLD", 3)  # so it is read twice, and counted once
+        reader = Reader(Source(str(path)), errors="replace")
+        assert documents(reader)[0][0] == data.decode("utf-8", "replace") and reader.counts["replaced"] == 3
     lines = tmp_path / "latin.jsonl"
     lines.write_bytes(b'\xef\xbb\xbf{"text": "ok"}\n\n{"text": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"latin\.jsonl: byte 32 is no UTF-8"):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from stack.data import shards
 from stack.data.batches import Batches, TokenData, iterate_windows
-from stack.data.shards import ShardWriter, open_shard, read_header, read_meta, verify_shard, write_meta, write_shard
+from stack.data.shards import open_shard, read_header, read_meta, verify_shard, write_meta, write_shard
 
 FINGERPRINT = "0123456789abcdef" * 4
 OTHER = "f" * 64
@@ -60,14 +61,16 @@ def test_a_shard_is_what_llm_c_reads(tmp_path, n):
     assert os.listdir(tmp_path) == ["train_000000.bin"]
 
 
-def test_pieces_of_any_size_give_the_same_file(tmp_path, monkeypatch):
+def test_pieces_of_any_size_give_the_same_file(tmp_path):
     ids = np.random.default_rng(0).integers(0, 500, 10_000).astype(np.uint32)
     write_shard(tmp_path / "whole.bin", ids, fingerprint=FINGERPRINT, vocab_size=500)
-    monkeypatch.setattr(ShardWriter, "FLUSH", 777)
-    with ShardWriter(tmp_path / "pieces.bin", fingerprint=FINGERPRINT, vocab_size=500) as shard:
+
+    def pieces():
         for piece in np.split(ids, [0, 0, 1, 2, 900, 905, 7000]):
-            shard.write(piece.tolist() if len(piece) == 5 else piece)
-        assert shard.n_tokens == len(ids) and not (tmp_path / "pieces.bin").exists()
+            yield piece.tolist() if len(piece) == 5 else piece
+        assert not (tmp_path / "pieces.bin").exists()
+    entry = write_shard(tmp_path / "pieces.bin", pieces(), fingerprint=FINGERPRINT, vocab_size=500)
+    assert entry["tokens"] == len(ids)
     assert (tmp_path / "pieces.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
 
 
@@ -96,10 +99,8 @@ def test_more_tokens_than_a_header_can_count_are_refused(tmp_path):
         def __len__(self):
             return 2**30
     with pytest.raises(ValueError, match="2,147,483,648 tokens; a shard holds 2,147,483,647"):
-        with ShardWriter(tmp_path / "x.bin", fingerprint=FINGERPRINT, vocab_size=500) as shard:
-            shard.FLUSH = 2**40
-            shard.write(np.zeros(1, np.int64).view(Many))
-            shard.write(np.zeros(1, np.int64).view(Many))
+        write_shard(tmp_path / "x.bin", iter([np.zeros(1, np.int64).view(Many)] * 2), fingerprint=FINGERPRINT,
+                    vocab_size=500)
     assert os.listdir(tmp_path) == []
 
 
@@ -107,28 +108,30 @@ def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.bin"
     write_shard(path, [1, 2, 3], fingerprint=FINGERPRINT, vocab_size=500)
     before = path.read_bytes()
+
+    def interrupted():
+        yield [4] * 10
+        raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        with ShardWriter(path, fingerprint=FINGERPRINT, vocab_size=500) as shard:
-            shard.write([4] * 10)
-            raise KeyboardInterrupt
+        write_shard(path, interrupted(), fingerprint=FINGERPRINT, vocab_size=500)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["x.bin"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_an_error_and_no_file(tmp_path):
-    shard = ShardWriter(tmp_path / "x.bin", fingerprint=FINGERPRINT, vocab_size=500)
-    shard._file.close()
+def test_a_full_disk_is_an_error_and_no_file(tmp_path, monkeypatch):
+    def full(path, mode):
+        path.touch()
+        return open("/dev/full", mode)
+    monkeypatch.setattr(shards, "open", full, raising=False)
     with pytest.raises(OSError, match="No space left"):
-        with shard:
-            shard._file = open("/dev/full", "wb")
-            shard.write([1] * 100_000)
+        write_shard(tmp_path / "x.bin", [1] * 100_000, fingerprint=FINGERPRINT, vocab_size=500)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_killed_writer_leaves_no_shard_and_the_next_one_cleans_up(tmp_path):
     code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); from stack.data import shards\n"
-            "shard = shards.ShardWriter(sys.argv[2], fingerprint='00' * 32, vocab_size=500)\n"
-            "shard.FLUSH = 1; shard.write([1] * 100); os.kill(os.getpid(), signal.SIGKILL)")
+            "ids = ([1] * 100 if i == 0 else os.kill(os.getpid(), signal.SIGKILL) for i in range(2))\n"
+            "shards.write_shard(sys.argv[2], ids, fingerprint='00' * 32, vocab_size=500)")
     path = tmp_path / "x.bin"
     subprocess.run([sys.executable, "-c", code, str(ROOT), str(path)], check=False)
     assert os.listdir(tmp_path) == ["x.bin.tmp"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack.data import tokenizer as tokenizer_module
-from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer, replace_surrogates, slices, train_tokenizer
+from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer, cut, replace_surrogates, train_tokenizer
 
 CORPUS = [
     "def forward(self, x):\n    return self.norm(x + self.attn(x))\n\n# comments don't count, it's 12345 of them\n" * 3,
@@ -157,7 +157,8 @@ def test_slicing_changes_no_id_where_there_are_spaces(tok, monkeypatch):
     assert len(text) > 2 * tokenizer_module.SLICE
     assert tok.encode(text) == whole
     monkeypatch.setattr(tokenizer_module, "SLICE", 300)
-    assert "".join(slices(text)) == text and max(map(len, slices(text))) <= 300 and len(list(slices(text))) > 100
+    slices = list(cut([text], 300))
+    assert "".join(slices) == text and max(map(len, slices)) <= 300 and len(slices) > 100
     assert tok.encode(text) == whole
 
 

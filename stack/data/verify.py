@@ -1,0 +1,123 @@
+"""What a data set holds: a summary for people, every checksum, one document."""
+
+import os
+import sys
+
+import numpy as np
+
+from stack.data.shards import fingerprint_data, open_shard, read_listed, read_meta, verify_shard
+from stack.data.tokenizer import Tokenizer
+from stack.data.writer import Mixture
+
+SHORT_VAL = 8192  # tokens; below it the summary suggests more
+ANEW = "\n  Copy the set again, or delete it and make it anew."
+
+
+def human(n):
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} bytes"
+
+
+def left_out(sources):
+    """"; left out: 3 duplicates, 1 empty" over all sources."""
+    kinds = ("duplicates", "empty", "filtered", "bad")
+    said = ", ".join(f"{n:,} {kind}" for kind in kinds if (n := sum(source.get(kind, 0) for source in sources)))
+    return f"; left out: {said}" if said else ""
+
+
+def summary(folder):
+    meta = read_meta(folder)
+    lines = [f"{folder}: {meta['vocab_size']:,} ids, tokenizer {meta['tokenizer'][:12] or 'gpt2'}"]
+    for name, split in meta["splits"].items():
+        text = (f", {split['documents']:,} documents, {human(split['bytes'])}, "
+                f"{split['bytes'] / max(1, split['tokens']):.2f} bytes per token") if "bytes" in split else ""
+        lines.append(f"  {name:5s} {split['tokens']:,} tokens in {len(split['shards'])} file(s){text}")
+    if "command" not in meta:  # shards of llm.c, or another program's meta.json
+        return "\n".join(lines)
+    lines[0] += left_out(meta["sources"])
+    for source in meta["sources"]:
+        lines += [f"  left out: {note}" for note in source["notes"]]
+        if source.get("replaced"):
+            lines.append(f"  {source['source']}: {source['replaced']:,} times U+FFFD for bytes that were no UTF-8")
+    if mixture := meta["mixture"]:
+        lines += ["  mixture " + ", ".join(f"{100 * share:.1f} % {name}" for name, share in mixture["shares"]),
+                  f"  at most {mixture['worst_points']} points off the weights in any 1 % of it "
+                  f"({mixture['window_tokens']:,} tokens), at {mixture['worst_source']}"]
+        if mixture["worst_points"] > Mixture.POINTS:
+            longest, certain = mixture["longest_document"], mixture["certain_length"]
+            lines += [f"  WARNING: that is more than {Mixture.POINTS:g} points. The longest document has {longest:,} "
+                      f"tokens; with none above {certain:,} it would hold.",
+                      f"    Split long documents, or make the set {longest / max(1, certain):.1f} times as large."]
+        lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
+                  for name in mixture["ended_with"]]
+    if meta["not_remembered"]:
+        lines.append(f"  {meta['not_remembered']:,} documents were too many to be remembered as possible duplicates")
+    if "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:
+        longest = max((shard["tokens"] for shard in meta["splits"]["val"]["shards"]), default=0)
+        lines.append(f"  val is short: seq_len can be {max(longest - 1, 0)} at most; with a larger --val_fraction "
+                     "it can be more, and the loss is steadier")
+    return "\n".join(lines)
+
+
+def open_set(folder):
+    meta, tokenizer = read_meta(folder), Tokenizer.load(folder)
+    if meta["tokenizer"] not in ("", tokenizer.fingerprint):  # "": shards of llm.c, which name none
+        raise ValueError(f"{folder}/tokenizer.json is not the tokenizer that meta.json names.{ANEW}")
+    return meta, tokenizer
+
+
+def blocks(folder, meta, split):
+    """The tokens of a split, at most 2^20 at a time."""
+    for shard in meta["splits"][split]["shards"]:
+        tokens = open_shard(folder / shard["file"])
+        for at in range(0, len(tokens), 1 << 20):
+            yield np.array(tokens[at:at + (1 << 20)])
+
+
+def verify(folder):
+    """Every checksum, id, document and byte of a set against headers, meta.json and tokenizer."""
+    meta, tokenizer = open_set(folder)
+    print(summary(folder))
+    listed = {name: split["shards"] for name, split in meta["splits"].items()}
+    if fingerprint_data(meta["tokenizer"], listed) != meta["data_fingerprint"]:
+        raise ValueError(f"{folder}/meta.json lists other shards than those it was written for.{ANEW}")
+    for name, split in meta["splits"].items():
+        for shard in split["shards"]:
+            verify_shard(read_listed(folder, shard, meta["tokenizer"])[0])
+        used, longest, last, at = np.zeros(meta["vocab_size"], np.int64), 0, 0, 0
+        for ids in blocks(folder, meta, name):
+            if ids.max() >= len(used):
+                raise ValueError(f"{folder}: {name} holds id {ids.max()}; there are {len(used)} ids.{ANEW}")
+            used += np.bincount(ids, minlength=len(used))
+            starts = [last, *(at + np.flatnonzero(ids == meta["boundary_id"])), at + len(ids)]
+            longest, last, at = max(longest, int(np.diff(starts).max())), int(starts[-2]), at + len(ids)
+        found = {"tokens": at, "documents": int(used[meta["boundary_id"]]),
+                 "bytes": int(used @ tokenizer.token_bytes())}
+        for key, n in found.items():
+            if split.get(key, n) != n:
+                raise ValueError(f"{folder}: {name} has {n:,} {key}; meta.json says {split[key]:,}.{ANEW}")
+        print(f"  {name}: {at // max(1, found['documents']):,} tokens per document, {longest:,} in the longest; "
+              f"{np.count_nonzero(used == 0):,} of {len(used):,} ids never occur")
+    print("every checksum, id, document and byte is as it should be")
+
+
+def show(folder, split, number):
+    """Print one document of a split, counted from 0."""
+    meta, tokenizer = open_set(folder)
+    if split not in meta["splits"]:
+        raise ValueError(f"{folder} has no split {split!r}.\n  It has {', '.join(meta['splits'])}.")
+    parts, n = [], 0  # n: how many documents begin before this block
+    for ids in blocks(folder, meta, split):
+        of = n - 1 + np.cumsum(ids == meta["boundary_id"])  # the document that each token is of
+        parts.append(ids[of == number])
+        n = of[-1] + 1
+        if 0 <= number < n - 1:
+            break
+    if not 0 <= number < n:
+        raise ValueError(f"{folder}: {split} has no document {number}.\n  It has {n:,}, counted from 0.")
+    try:
+        print(tokenizer.decode(np.concatenate(parts)[1:].tolist()), flush=True)
+    except BrokenPipeError:  # `| head`
+        sys.stdout = open(os.devnull, "w")
