@@ -314,7 +314,7 @@ def load_tokenizer(name):
     """From a file, a data set, a checkpoint, a run, hf: and a Hugging Face folder; or one of tiktoken's."""
     from stack.data.tokenizer import Tokenizer
     if str(name).startswith("hf:"):
-        from stack.exchange.hf import tokenizer_from_hf
+        from stack.exchange.hf_tokenizers import tokenizer_from_hf
         return tokenizer_from_hf(name)
     if not os.path.exists(name) and "/" not in str(name) and not str(name).endswith(".json"):
         return Tokenizer.from_tiktoken(name)

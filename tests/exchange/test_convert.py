@@ -23,7 +23,7 @@ from stack.checkpoint import folder as checkpoint
 from stack.config import TrainConfig
 from stack.data.shards import write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
-from stack.exchange import hf
+from stack.exchange import hf, hf_tokenizers
 from stack.metrics import read_log
 
 transformers.utils.logging.set_verbosity_error()
@@ -193,7 +193,7 @@ def their_folder(path, kind, words, *, rows=None, dtype=torch.float32, shard="5G
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     model.save_pretrained(path, max_shard_size=shard)
-    (path / "tokenizer.json").write_text(json.dumps(hf.tokenizer_to_hf(words)))
+    (path / "tokenizer.json").write_text(json.dumps(hf_tokenizers.tokenizer_to_hf(words)))
     return model
 
 
