@@ -236,9 +236,7 @@ def settings_from_hf(config: dict, vocab_size: int) -> ModelConfig:
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     kind, part = rope.get("rope_type", rope.get("type", "default")), "partial_rotary_factor"
     biases = [bool(said.get(key)) for key in ("attention_bias", "mlp_bias")]
-    rotated = said.get("no_rope_layers") or [
-        int((i + 1) % said.get("no_rope_layer_interval", 1 << 30) != 0) for i in range(values["n_layers"] or 0)]
-    every = rotated.index(0) + 1 if 0 in rotated else 0
+    rotated = every = None
     if name == "gpt2":
         values |= {"n_kv_heads": values["n_heads"], "head_dim": None, "bias": True,
                    "d_ff": values["d_ff"] or 4 * (values["d_model"] or 0)}
@@ -246,7 +244,9 @@ def settings_from_hf(config: dict, vocab_size: int) -> ModelConfig:
         values |= {"bias": biases[0], "rope_theta": float(rope.get("rope_theta") or said["rope_theta"]),
                    "n_kv_heads": values["n_kv_heads"] or values["n_heads"]}
     if name == "smollm3":
-        values["nope_every"] = every
+        rotated = said.get("no_rope_layers") or [
+            int((i + 1) % said["no_rope_layer_interval"] != 0) for i in range(values["n_layers"] or 0)]
+        values["nope_every"] = every = rotated.index(0) + 1 if 0 in rotated else 0
     if not values["head_dim"] and values["n_heads"] and values["d_model"]:
         values["head_dim"] = values["d_model"] // values["n_heads"]
     scaled = kind != "default" or any(isinstance(value, dict) for value in rope.values())
@@ -263,7 +263,7 @@ def settings_from_hf(config: dict, vocab_size: int) -> ModelConfig:
          f"{biases[1]}; here all linears have a bias or none has."),
         (scaled, f"rotary positions are scaled ({kind!r}: {rope}); only unscaled ones can be expressed."),
         (rope.get(part) not in (None, 1), f"{part} is {rope.get(part)}; here whole heads are rotated."),
-        (name == "smollm3" and rotated != [int(every == 0 or (i + 1) % every != 0) for i in range(len(rotated))],
+        (rotated and rotated != [int(every == 0 or (i + 1) % every != 0) for i in range(len(rotated))],
          f"no_rope_layers is {rotated}; here every n-th layer goes without rotary positions."),
         *((value is None, f"{facts['keys'].get(ours, ours)} is missing.") for ours, value in values.items()),
     ]
