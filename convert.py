@@ -13,23 +13,23 @@ writes something new, and refuses to write over something old.
 
 How it works
 ------------
-*resize* appends rows to the table (and to an untied head).  A new row is the mean of the trained rows plus noise of a
-hundredth of their spread: the mean gives the new token an average logit instead of one that random rows would push to
-the top, the noise keeps several new tokens from being each other's twins with the same gradients for ever.  Rows that
-were padding have never been trained and are made anew in the same way.  Old rows are not touched.  Moments of new rows
-start at 0, all others are carried over, so training goes on where it was.
+*resize* appends rows to the table (and to an untied head).  A new row is the mean of the trained rows, for an average
+logit where random rows would come out on top, plus noise of a hundredth of their spread, without which new tokens would
+be twins with the same gradients for ever.  Pad rows have never been trained and are made anew likewise; old rows stay
+as they are.  Moments of new rows start at 0, all others are carried over, so training goes on where it was.
 
 *untie* copies the table, *tie* keeps one of two; the optimizer's moments go with their table.  Tables that differ are
 not averaged and not chosen between silently: --keep says which one stays, and then logits change.
 
 *gather* and all others read a run whatever its layout; elsewhere model.safetensors is what tools know.
 
-*export*, *import* and *gguf* rest on stack/exchange/, which holds the names, settings and tokenizers of others and says
-what is refused; what is written is compared with the model.
+*export*, *import*, *gguf* rest on stack/exchange/, which says what is refused and holds what was written against the
+model.  A model.py with settings, parameters or buffers that are not known there is refused by their names.
 """
 
 import argparse
 import contextlib
+import copy
 import json
 import shutil
 from dataclasses import asdict, replace
@@ -120,7 +120,7 @@ def untie(run, out):
         for group in opt.param_groups:
             group["params"] += [head for p in group["params"] if p is table]
         if table in opt.state:
-            opt.state[head] = {key: torch.as_tensor(value).clone() for key, value in opt.state[table].items()}
+            opt.state[head] = copy.deepcopy(opt.state[table])
     save(out, model, tokenizer, state, training)
     print(f"{out}: embedding and head are two tables; {table.numel():,} parameters more")
 
@@ -187,7 +187,7 @@ def write_gguf(run, path: Path, kind: str):
     """One file with weights and tokenizer for llama.cpp; kind: f32, f16, bf16 or q8_0."""
     model, tokenizer, _ = checkpoint.load_model(run)
     with written_aside(path) as aside:
-        arch = gguf.write(aside, model, tokenizer, kind, Path(run).resolve().name)
+        arch = gguf.write(aside, model, tokenizer, kind, run)
     print(f"{path}: {arch}, {kind}, {path.stat().st_size / 2**20:.1f} MiB"
           + ("; llama.cpp normalizes nothing, so give it text in NFC" if tokenizer.nfc else ""))
 

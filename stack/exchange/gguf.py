@@ -17,8 +17,8 @@ PRE = {PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", DIGITS_PATTERN: "smollm",
        PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
 
 
-def write(path: Path, model: GPT, tokenizer: Tokenizer, kind: str, name: str) -> str:
-    """One file with weights and tokenizer; kind: f32, f16, bf16 or q8_0.  -> the architecture's name"""
+def write(path: Path, model: GPT, tokenizer: Tokenizer, kind: str, run) -> str:
+    """One file with weights and tokenizer of a run; kind: f32, f16, bf16 or q8_0.  -> the architecture's name"""
     try:
         import gguf
     except ModuleNotFoundError:
@@ -26,14 +26,14 @@ def write(path: Path, model: GPT, tokenizer: Tokenizer, kind: str, name: str) ->
     cfg, config, tensors = model.cfg, hf.settings_to_hf(model.cfg), hf.to_theirs(model)
     arch = config["model_type"]
     if tokenizer.pattern not in PRE:
-        raise ValueError(f"llama.cpp has no name for the split pattern of {name}'s tokenizer ({tokenizer.pattern!r}).\n"
+        raise ValueError(f"llama.cpp has no name for the split pattern of {run}'s tokenizer ({tokenizer.pattern!r}).\n"
                          f"  It has {', '.join(PRE.values())}.")
     if arch == "smollm3" and (cfg.nope_every != 4 or cfg.bias):
-        raise ValueError("llama.cpp's smollm3 means nope_every=4 and no biases; here there are nope_every="
-                         f"{cfg.nope_every} and bias={cfg.bias}.\n  Export it to a folder instead: python convert.py export RUN DIR")
+        raise ValueError(f"llama.cpp's smollm3 means nope_every=4 and no biases; {run} has nope_every={cfg.nope_every} "
+                         f"and bias={cfg.bias}.\n  Export it to a folder instead: python convert.py export {run} DIR")
     formulas.compare(model, config, tensors)
     writer = gguf.GGUFWriter(path, arch)
-    facts = {"name": name, "context_length": cfg.max_seq_len, "embedding_length": cfg.d_model,
+    facts = {"name": Path(run).resolve().name, "context_length": cfg.max_seq_len, "embedding_length": cfg.d_model,
              "block_count": cfg.n_layers, "feed_forward_length": cfg.d_ff, "head_count": cfg.n_heads,
              "vocab_size": cfg.vocab_size,
              "file_type": gguf.LlamaFileType[{"f32": "ALL_F32"}.get(kind, f"MOSTLY_{kind.upper()}")]}
@@ -76,15 +76,12 @@ def theirs(config: dict, tensors: dict) -> dict:
 
 def words(tokenizer: Tokenizer, types) -> dict:
     """The tokenizer, in llama.cpp's terms: GPT-2's scheme of printable bytes, a type per token, merges."""
-    texts = [f"[unused {i}]" for i in range(tokenizer.vocab_size)]
-    kinds = [types.UNUSED] * tokenizer.vocab_size
-    for token, i in tokenizer.ranks.items():
-        texts[i], kinds[i] = spell(token), types.NORMAL
-    for name, i in tokenizer.special_ids.items():
-        texts[i], kinds[i] = name, types.CONTROL
+    known = {i: (spell(token), types.NORMAL) for token, i in tokenizer.ranks.items()}
+    known |= {i: (name, types.CONTROL) for name, i in tokenizer.special_ids.items()}
+    every = [known.get(i, (f"[unused {i}]", types.UNUSED)) for i in range(tokenizer.vocab_size)]
     merges = [" ".join(map(spell, pair)) for pair in merges_of(tokenizer.ranks)]
     pad = {"pad_token_id": tokenizer.special_ids["<|pad|>"]} if "<|pad|>" in tokenizer.special_ids else {}
-    return {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern], "token_list": texts,
-            "token_types": kinds, "token_merges": merges, "bos_token_id": tokenizer.boundary_id,
+    return {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern], "token_types": [kind for _, kind in every],
+            "token_list": [text for text, _ in every], "token_merges": merges, "bos_token_id": tokenizer.boundary_id,
             "eos_token_id": tokenizer.boundary_id, **pad,
             "add_bos_token": True}  # documents begin with the boundary here

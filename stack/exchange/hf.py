@@ -72,10 +72,9 @@ def refuse_unknown(model: GPT) -> None:
             unknown.append(f"the parameter {name}")
     unknown += [f"the buffer {name}" for name, _ in model.named_buffers()]
     if unknown:
-        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-        raise ValueError(f"model.py was changed: {', '.join(unknown[:8])}{more} is unknown to convert.py, which would "
-                         "leave it out.\n  The model can be used here as it is; stack/exchange/hf.py has the names it "
-                         "would have to learn.")
+        raise ValueError(f"model.py was changed: convert.py does not know {', '.join(unknown[:8])}"
+                         f"{' and more' * (len(unknown) > 8)}.\n  The model can be used here as it is; "
+                         "stack/exchange/hf.py has the names that are known.")
 
 
 def renamed(ours: dict[str, torch.Tensor], cfg: ModelConfig) -> dict[str, list[str]]:

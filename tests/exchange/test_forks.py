@@ -150,23 +150,33 @@ COMMANDS = {"export": [], "gguf": [], "resize": ["--add", "<|x|>"], "untie": []}
 
 
 @pytest.mark.parametrize("change, named", [
-    (scalars, "the parameter blocks.0.gain"), (value_embeddings, "the parameter blocks.1.attn.ve.weight"),
-    (buffer(True), "the buffer blocks.0.attn.bias"), (buffer(False), "the buffer blocks.0.attn.bias")],
-    ids=["scalars", "value_embeddings", "buffer", "passing_buffer"])
-def test_parameters_and_buffers_that_nobody_knows_are_named(tmp_path, words, monkeypatch, capsys, change, named):
-    """Whatever takes a model apart by name refuses one with names it was never told."""
+    (scalars, "the parameter blocks.0.gain"), (value_embeddings, "the parameter blocks.1.attn.ve.weight")])
+def test_parameters_that_nobody_knows_are_named(tmp_path, words, monkeypatch, capsys, change, named):
+    """Whatever takes a model apart by name refuses one with names it was never told; a copy is none of these."""
     change(monkeypatch)
     save(tmp_path / "run", sharp(words), words)
     for command, flags in COMMANDS.items():
         assert named in refused(capsys, command, tmp_path / "run", tmp_path / "out", *flags)
         assert left_nothing(tmp_path)
-    run("gather", tmp_path / "run", tmp_path / "again")  # which changes nothing
+    run("gather", tmp_path / "run", tmp_path / "again")
     one, two = (checkpoint.load_model(tmp_path / name)[0].state_dict() for name in ("run", "again"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    with pytest.raises(ValueError, match=named):
-        hf.from_theirs({}, original.GPT(sharp(words).cfg).cfg)
+    with pytest.raises(ValueError, match=named):  # the way in
+        hf.from_theirs({}, sharp(words).cfg)
     save(tmp_path / "untied", sharp(words, tie_embeddings=False), words)
     assert named in refused(capsys, "tie", tmp_path / "untied", tmp_path / "out")
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_are_named(tmp_path, words, monkeypatch, capsys, persistent):
+    """nanoGPT's habit, saved with the model or not."""
+    buffer(persistent)(monkeypatch)
+    model, state = sharp(words), {"train": None, "progress": {"step": 0}, "data": None}
+    save(tmp_path / "run", model, words)
+    monkeypatch.setattr(checkpoint, "load_model", lambda run: (model, words, state))
+    for command, flags in COMMANDS.items():
+        assert "the buffer blocks.0.attn.bias" in refused(capsys, command, tmp_path / "run", tmp_path / "out", *flags)
+        assert left_nothing(tmp_path)
 
 
 @pytest.fixture
