@@ -81,7 +81,7 @@ def words(tokenizer: Tokenizer, types) -> dict:
     every = [known.get(i, (f"[unused {i}]", types.UNUSED)) for i in range(tokenizer.vocab_size)]
     merges = [" ".join(map(spell, pair)) for pair in merges_of(tokenizer.ranks)]
     pad = {"pad_token_id": tokenizer.special_ids["<|pad|>"]} if "<|pad|>" in tokenizer.special_ids else {}
-    return {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern], "token_types": [kind for _, kind in every],
-            "token_list": [text for text, _ in every], "token_merges": merges, "bos_token_id": tokenizer.boundary_id,
-            "eos_token_id": tokenizer.boundary_id, **pad,
+    return {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern], "token_merges": merges,
+            "token_list": [text for text, _ in every], "token_types": [kind for _, kind in every],
+            "bos_token_id": tokenizer.boundary_id, "eos_token_id": tokenizer.boundary_id, **pad,
             "add_bos_token": True}  # documents begin with the boundary here
