@@ -329,7 +329,7 @@ def get_tokenizer(job, state):
 def load_tokenizer(name):
     """From a file, a data set, a checkpoint, a run, hf: and a Hugging Face folder; or one of tiktoken's."""
     if name.startswith("hf:"):
-        from stack.exchange.hf import tokenizer_from_hf
+        from stack.exchange.hf_tokenizers import tokenizer_from_hf
         return tokenizer_from_hf(name)
     if not os.path.exists(name) and "/" not in name and not name.endswith(".json"):
         return Tokenizer.from_tiktoken(name)

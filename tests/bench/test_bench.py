@@ -20,6 +20,7 @@ from bench import gpu, head, measure, peers, prepare, sample, step
 from model import GPT
 from stack import device
 from stack.counts import num_params
+from stack.exchange import gguf as ours_gguf
 from stack.exchange import hf
 
 SMALL = ["--n_tokens=96", "--d_model=16", "--vocab=512", "--dtype=float32", "--device=cpu", "--repeats=2"]
@@ -201,7 +202,7 @@ def test_packages_train_our_model(peer):
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
     ids = torch.randint(0, 320, (2, 32))
     if peer == "transformers":
-        theirs.load_state_dict(hf.to_theirs(ours, hf.LLAMA), strict=False)
+        theirs.load_state_dict(hf.to_theirs(ours), strict=False)
         assert loss_of(ids, ids, None).item() == pytest.approx(ours(ids[:, :-1], ids[:, 1:]).item(), rel=1e-4)
     assert loss_of(ids, ids, None).item() < 8
 
@@ -254,7 +255,8 @@ def test_a_model_for_llama_cpp(tmp_path):
     gguf = pytest.importorskip("gguf")
     cfg = tiny_config(vocab_size=1000)
     reader = gguf.GGUFReader(peers.write_gguf(cfg, tmp_path, "q8_0"))
-    assert {t.name for t in reader.tensors} == set(hf.renamed(cfg, hf.GGUF)) and len(
+    wanted = ours_gguf.theirs(hf.settings_to_hf(cfg), hf.to_theirs(GPT(cfg)))
+    assert {t.name for t in reader.tensors} == wanted.keys() and len(
         reader.fields["tokenizer.ggml.tokens"].contents()) == 1000
 
 

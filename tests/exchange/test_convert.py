@@ -23,7 +23,7 @@ from stack.checkpoint import folder as checkpoint
 from stack.config import TrainConfig
 from stack.data.shards import write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
-from stack.exchange import hf
+from stack.exchange import formulas, hf, hf_tokenizers
 from stack.metrics import read_log
 
 transformers.utils.logging.set_verbosity_error()
@@ -65,6 +65,9 @@ def test_export_is_the_same_model_elsewhere(tmp_path, words, architecture, chang
     ids = torch.randint(0, n, (2, 100))
     with torch.inference_mode():
         assert (model(ids) - other(ids).logits).abs().max() < 1e-4
+        stated, problems = formulas.logits(json.loads((tmp_path / "hf" / "config.json").read_text()), load_file(
+            tmp_path / "hf" / "model.safetensors"), ids)
+        assert (stated - other(ids).logits).abs().max() < 1e-4 and problems == []
     prompt = [words.boundary_id, *words.encode("def main(argv):")]
     ours = generate(model, [prompt], max_new_tokens=100, stop_ids=[words.boundary_id])[0]
     theirs = other.generate(torch.tensor([prompt]), max_new_tokens=100)[0, len(prompt):].tolist()
@@ -163,6 +166,24 @@ def test_model_card_has_the_runs_facts(tmp_path, words, capsys):
     assert yaml.safe_load(card.split("---")[1])["license"] == "unknown"
 
 
+def test_model_card_names_the_optimizers_that_there_are(tmp_path, words, monkeypatch):
+    """A fork's own optimizer stands on the card with its rate, and no other."""
+    class Lion(torch.optim.SGD):
+        pass
+
+    def make_optimizers(model, *, optimizer, lion_lr):
+        assert optimizer == "lion"
+        made = Lion(model.parameters(), lr=lion_lr)
+        made.param_groups[0]["peak_lr"] = lion_lr
+        return [made]
+    monkeypatch.setattr("stack.exchange.card.make_optimizers", make_optimizers)
+    save(tmp_path / "run", sharp(words), words, train=vars(TrainConfig(optimizer="lion")) | {"lion_lr": 3e-4}, step=9,
+         data="d" * 64)
+    run("export", tmp_path / "run", tmp_path / "hf")
+    said = (tmp_path / "hf" / "README.md").read_text()
+    assert "| Learning rate | 0.0003 (Lion), " in said and "AdamW" not in said and "Muon" not in said
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In
 
@@ -193,7 +214,7 @@ def their_folder(path, kind, words, *, rows=None, dtype=torch.float32, shard="5G
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     model.save_pretrained(path, max_shard_size=shard)
-    (path / "tokenizer.json").write_text(json.dumps(hf.tokenizer_to_hf(words)))
+    (path / "tokenizer.json").write_text(json.dumps(hf_tokenizers.tokenizer_to_hf(words)))
     return model
 
 

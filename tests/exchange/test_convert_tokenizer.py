@@ -11,7 +11,7 @@ from exchange_models import sharp, texts, trained_words
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
-from stack.exchange import hf
+from stack.exchange import hf, hf_tokenizers
 
 transformers.utils.logging.set_verbosity_error()
 CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
@@ -28,7 +28,7 @@ def test_exported_tokenizer_gives_the_same_ids(tmp_path, words):
     hf.save_folder(sharp(words), words, tmp_path)
     other = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(other, transformers.PreTrainedTokenizerFast)
-    hard = hf.hard_strings(1000, words.special_ids)
+    hard = hf_tokenizers.hard_strings(1000, words.special_ids)
     assert len(set(hard)) > 950 and sum(any(name in text for name in SPECIALS) for text in hard) > 100
     parsed = other(hard)["input_ids"]
     as_text = other(hard, split_special_tokens=True)["input_ids"]
@@ -57,7 +57,7 @@ def test_ranks_and_merges_agree_where_it_is_hard(seed):
             ranks[token] = len(ranks)
             tokens.append(token)
     words = Tokenizer(PATTERN, ranks, {"<|endoftext|>": len(ranks)})
-    other = tokenizers.Tokenizer.from_str(json.dumps(hf.tokenizer_to_hf(words)))
+    other = tokenizers.Tokenizer.from_str(json.dumps(hf_tokenizers.tokenizer_to_hf(words)))
     for _ in range(300):
         text = "".join(rng.choice(["a", "b"], rng.integers(1, 60)))
         assert other.encode(text).ids == words.encode(text), text
@@ -68,19 +68,20 @@ def test_special_tokens_may_stand_anywhere(words):
     shifted = {token: rank + 5 for token, rank in words.ranks.items()}
     gaps = Tokenizer(PATTERN, shifted, {"<|endoftext|>": 0, "<|b|>": 3, "<|c|>": 999})
     for case in (gaps, words.with_specials(["<|late|>", "two words"])):
-        hf.check_agreement(case, hf.tokenizer_to_hf(case))
+        hf_tokenizers.check_agreement(case, hf_tokenizers.tokenizer_to_hf(case))
     token = next(t.decode() for t in words.ranks if len(t) > 3 and t.isalpha())
     with pytest.raises(ValueError, match="is spelled like token"):
-        hf.tokenizer_to_hf(words.with_specials([token]))
+        hf_tokenizers.tokenizer_to_hf(words.with_specials([token]))
 
 
 def test_tiktokens_own_patterns_cut_alike(words):
     """Possessive quantifiers mean other things to Hugging Face's engine; written out, they cut the same pieces."""
-    assert tiktoken_ext.openai_public.r50k_pat_str == hf.GPT2_PATTERN  # so `--tokenizer gpt2` is known everywhere
+    # so `--tokenizer gpt2` is known everywhere
+    assert tiktoken_ext.openai_public.r50k_pat_str == hf_tokenizers.GPT2_PATTERN
     numbers = {token: words.vocab_size + i for i, token in enumerate((b"12", b"34", b"1234", b"12345", b"\n\n\n"))}
-    for pattern in (hf.GPT2_PATTERN, hf.DIGITS_PATTERN, CL100K):
+    for pattern in (hf_tokenizers.GPT2_PATTERN, hf_tokenizers.DIGITS_PATTERN, CL100K):
         case = Tokenizer(pattern, words.ranks | numbers, words.special_ids)
-        hf.check_agreement(case, hf.tokenizer_to_hf(case))
+        hf_tokenizers.check_agreement(case, hf_tokenizers.tokenizer_to_hf(case))
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -114,9 +115,9 @@ def test_their_tokenizers_give_identical_ids(tmp_path, their_words, splitter):
     data["model"]["ignore_merges"] = splitter == "llama3"
     theirs = tokenizers.Tokenizer.from_str(json.dumps(data))
     theirs.save(str(tmp_path / "tokenizer.json"))
-    ours = hf.tokenizer_from_hf(tmp_path)
+    ours = hf_tokenizers.tokenizer_from_hf(tmp_path)
     assert ours.special_ids == {"<|endoftext|>": 0, "<|im_start|>": 1} and ours.boundary_id == 0
-    for text in hf.hard_strings(1000, ours.special_ids) + texts(60)[40:]:
+    for text in hf_tokenizers.hard_strings(1000, ours.special_ids) + texts(60)[40:]:
         assert ours.encode(text, special=True) == theirs.encode(text).ids
         assert ours.decode(ours.encode(text)) == text
     assert len(ours.ranks) + 2 == ours.vocab_size == theirs.get_vocab_size()
@@ -135,7 +136,7 @@ def test_tokenizers_that_cannot_be_said_are_refused_with_the_reason(tmp_path, th
     def reason(data, **kwargs):
         (tmp_path / "tokenizer.json").write_text(json.dumps(data))
         with pytest.raises(ValueError, match="cannot be converted|disagree") as caught:
-            hf.tokenizer_from_hf(tmp_path, **kwargs)
+            hf_tokenizers.tokenizer_from_hf(tmp_path, **kwargs)
         return str(caught.value)
 
     plain = change(their_words)
@@ -160,7 +161,7 @@ def test_tokenizers_that_cannot_be_said_are_refused_with_the_reason(tmp_path, th
     assert "disagree" in reason(change(their_words, model__merges=merges[:-400]))  # tokens nothing merges into
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match="--tokenizer"):
-        hf.tokenizer_from_hf(tmp_path)
+        hf_tokenizers.tokenizer_from_hf(tmp_path)
 
 
 def test_nfc_comes_along(tmp_path, their_words):
@@ -169,15 +170,15 @@ def test_nfc_comes_along(tmp_path, their_words):
     data = change(their_words, normalizer={"type": "NFC"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     theirs, plain = tokenizers.Tokenizer.from_str(json.dumps(data)), change(their_words)
-    hf.tokenizer_from_hf(tmp_path).save(tmp_path / "ours.json")
+    hf_tokenizers.tokenizer_from_hf(tmp_path).save(tmp_path / "ours.json")
     ours = Tokenizer.load(tmp_path / "ours.json")
     text = "e\u0301 \u1100\u1161<|im_start|>A\u030a\u0323"
     assert ours.encode(text, special=True) == theirs.encode(text).ids
     assert ours.encode("e\u0301") == ours.encode("é")
-    back = hf.tokenizer_to_hf(ours.with_specials(["<|late|>"]))
+    back = hf_tokenizers.tokenizer_to_hf(ours.with_specials(["<|late|>"]))
     assert tokenizers.Tokenizer.from_str(json.dumps(back)).encode(text).ids == theirs.encode(text).ids
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
-    without = hf.tokenizer_from_hf(tmp_path)
+    without = hf_tokenizers.tokenizer_from_hf(tmp_path)
     assert without.fingerprint != ours.fingerprint and without.encode("e\u0301") != ours.encode("e\u0301")
 
 
@@ -186,6 +187,6 @@ def test_the_boundary_is_what_the_folder_calls_its_end(tmp_path, their_words):
     data = json.loads(json.dumps(change(their_words)).replace("<|endoftext|>", "<|end_of_text|>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1]}))
-    assert hf.tokenizer_from_hf(tmp_path).boundary == "<|im_start|>"
+    assert hf_tokenizers.tokenizer_from_hf(tmp_path).boundary == "<|im_start|>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end_of_text|>"}}))
-    assert hf.tokenizer_from_hf(tmp_path).boundary == "<|end_of_text|>"
+    assert hf_tokenizers.tokenizer_from_hf(tmp_path).boundary == "<|end_of_text|>"

@@ -8,10 +8,10 @@ import torch
 import transformers
 from exchange_models import LEARNED, refused, run, save, sharp, trained_words
 
-import convert
 from model import generate
 from stack.data.tokenizer import Tokenizer
-from stack.exchange import hf
+from stack.exchange import gguf as ours_gguf
+from stack.exchange import hf, hf_tokenizers
 
 transformers.utils.logging.set_verbosity_error()
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed (pip install gguf)")
@@ -36,7 +36,7 @@ def test_gguf_reads_back(tmp_path, words, kind, error):
     save(tmp_path / "run", model, words)
     run("gguf", tmp_path / "run", tmp_path / "m.gguf", "--type", kind)
     fields, tensors, types = read_gguf(tmp_path / "m.gguf")
-    want = hf.to_theirs(model, hf.GGUF)
+    want = ours_gguf.theirs(hf.settings_to_hf(model.cfg), hf.to_theirs(model))
     assert tensors.keys() == want.keys() and "output.weight" in want and "blk.1.attn_k_norm.weight" in want
     for name, tensor in want.items():
         assert tensors[name].shape == tensor.shape
@@ -49,7 +49,7 @@ def test_gguf_reads_back(tmp_path, words, kind, error):
                        "vocab_size": words.vocab_size}.items():
         assert fields["qwen3." + key] == value, key
     assert fields["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
-    letters = {c: b for b, c in enumerate(hf.byte_letters())}
+    letters = {c: b for b, c in enumerate(hf_tokenizers.LETTERS)}
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.ggml.pre"] == "llama-bpe"
     assert len(tokens) == words.vocab_size == len(tensors["token_embd.weight"])
@@ -58,7 +58,7 @@ def test_gguf_reads_back(tmp_path, words, kind, error):
     for name, i in words.special_ids.items():
         assert tokens[i] == name and kinds[i] == gguf.TokenType.CONTROL
     assert [tuple(bytes(letters[c] for c in part) for part in merge.split(" "))
-            for merge in fields["tokenizer.ggml.merges"]] == hf.merges_of(words.ranks)
+            for merge in fields["tokenizer.ggml.merges"]] == hf_tokenizers.merges_of(words.ranks)
     assert (fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]) == (words.boundary_id,) * 2
     assert fields["tokenizer.ggml.add_bos_token"] is True
 
@@ -108,7 +108,7 @@ def llama(path, **settings):
 
 def assert_same_ids(other, words):
     """On 1,000 hard strings, with special tokens as such and as text."""
-    for text in hf.hard_strings(1000, words.special_ids):
+    for text in hf_tokenizers.hard_strings(1000, words.special_ids):
         if text and "\0" not in text:  # its API ends strings there
             text = unicodedata.normalize("NFC", text) if words.nfc else text
             for special in (False, True):
@@ -116,10 +116,10 @@ def assert_same_ids(other, words):
                 assert ids == words.encode(text, special=special), text[:60]
 
 
-@pytest.mark.parametrize("pre", convert.PRE.values())
+@pytest.mark.parametrize("pre", ours_gguf.PRE.values())
 def test_llama_cpp_cuts_alike(tmp_path, words, pre):
     """Each split pattern that it has a name for gives our ids; text in NFC only, where that matters."""
-    pattern = next(pattern for pattern, name in convert.PRE.items() if name == pre)
+    pattern = next(pattern for pattern, name in ours_gguf.PRE.items() if name == pre)
     other = Tokenizer(pattern, words.ranks, words.special_ids, nfc=pre == "qwen2")
     run("gguf", save(tmp_path / "run", sharp(words), other), tmp_path / "m.gguf")
     assert_same_ids(llama(tmp_path / "m.gguf", vocab_only=True), other)
