@@ -42,7 +42,7 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 from model import GPT
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.config import as_command
 from stack.counts import num_params
 from stack.data.tokenizer import Tokenizer

@@ -186,7 +186,7 @@ def main():
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # tokens that the console lacks
     with as_command("eval.py"):
-        from stack.checkpoint.folder import load_model  # torch: seconds that --help need not wait for
+        from stack.checkpoint.tensors import load_model  # torch: seconds that --help need not wait for
         from stack.device import pick_device
         device = pick_device("cpu" if args.embeddings else args.device)
         model, tokenizer, state = load_model(args.run, device=device)

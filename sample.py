@@ -134,7 +134,7 @@ def main():
             stream.reconfigure(**how)
     with as_command("sample.py"):
         prompt = None if args.interactive else read_prompt(args.prompt, args.prompt_file)
-        from stack.checkpoint.folder import load_model  # torch: seconds that --help and a wrong flag need not wait for
+        from stack.checkpoint.tensors import load_model  # torch: seconds that --help and a wrong flag need not wait for
         from stack.device import pick_device, pick_dtype
         device = pick_device(args.device)
         model, tokenizer, _ = load_model(args.run, device=device, dtype=pick_dtype(args.dtype, device))

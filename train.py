@@ -36,8 +36,9 @@ except ModuleNotFoundError as error:
 
 from model import GPT, ModelConfig, generate
 from stack import twins
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint.folder import read_state, recover, start_fresh
 from stack.checkpoint.saves import Saves
+from stack.checkpoint.tensors import load_optimizers, load_weights
 from stack.config import RunFailed, TrainConfig, describe, load, save_json, to_dict
 from stack.counts import describe_groups, flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
@@ -47,18 +48,8 @@ from stack.exchange import hf
 from stack.metrics import RunLog, evaluate, printable
 from stack.optim import make_optimizers, schedule
 from stack.parallel import tensor_parallel
-from stack.parallel.parallel import (
-    connect,
-    disconnect,
-    fill,
-    finish_gradients,
-    local,
-    parallelize,
-    read_ranks,
-    sync_gradients,
-    total_norm,
-    whole,
-)
+from stack.parallel.ranks import connect, disconnect, read_ranks
+from stack.parallel.sharding import fill, finish_gradients, local, parallelize, sync_gradients, total_norm, whole
 from stack.report import write_report
 from stack.resume import StopSignal, compare, resume_command, settle
 
@@ -132,13 +123,13 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0,
              "base": cfg.init_from if finetuning else None}  # whose weights these were
     if main and resuming:
-        checkpoint.recover(out_dir)  # what a kill amid a save left behind
+        recover(out_dir)  # what a kill amid a save left behind
     ranks.barrier()
     if cfg.init_from.startswith("hf:"):
         theirs, words = hf.load_folder(cfg.init_from)
         saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint}
     else:
-        theirs, saved = None, checkpoint.read_state(source) if source else None
+        theirs, saved = None, read_state(source) if source else None
     model_cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
     if resuming:
         for line in compare(saved, model_cfg, cfg, train_data):
@@ -146,7 +137,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         state |= {"tokens": saved["progress"]["seqs_seen"] * saved["train"]["seq_len"], **saved["progress"]}
         state["seqs_seen"] = state["seqs_seen"] * saved["train"]["seq_len"] // cfg.seq_len
         with contextlib.suppress(FileNotFoundError):  # an evaluation after the last save may have found a better one
-            best = checkpoint.read_state(out_dir, "best")
+            best = read_state(out_dir, "best")
             state["best_val"] = best["progress"]["best_val"] if best["data"] == train_data.data_fingerprint else None
         if state["step"] >= cfg.max_steps:
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
@@ -164,7 +155,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             fill(model.get_parameter(name), tensor)
         theirs = None  # one copy of the weights less
     elif source is not None:
-        checkpoint.load_weights(model, source)
+        load_weights(model, source)
 
     # 6. optimizer ---------------------------------------------------------------------------------------------------
     optimizers = make_optimizers(model, optimizer=cfg.optimizer, muon_lr=cfg.muon_lr, adamw_lr=cfg.adamw_lr,
@@ -174,10 +165,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
 
     # 7. resume ------------------------------------------------------------------------------------------------------
     if resuming:
-        if without := checkpoint.load_optimizers(source, model, optimizers, scaler, strict=not cfg.allow_changes):
+        if without := load_optimizers(source, model, optimizers, scaler, strict=not cfg.allow_changes):
             say(f"{len(without)} parameters start without optimizer state")
     elif main:
-        checkpoint.start_fresh(out_dir)
+        start_fresh(out_dir)
     ranks.barrier()
     if main:
         out_dir.mkdir(parents=True, exist_ok=True)

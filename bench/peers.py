@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import GPT, ModelConfig
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.exchange import hf
 

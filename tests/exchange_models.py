@@ -10,7 +10,7 @@ from conftest import tiny_config
 
 import convert
 from model import GPT
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.config import TrainConfig
 from stack.data.tokenizer import Tokenizer, train_tokenizer
 

@@ -12,7 +12,7 @@ from conftest import document_ids, tiny_config
 
 import eval as evaluation
 from model import GPT
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.config import TrainConfig
 from stack.data.batches import Batches, TokenData
 from stack.data.shards import open_shard, write_meta, write_shard

@@ -15,7 +15,7 @@ import runs
 import torch
 
 import train
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint.folder import read_state
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resume
@@ -291,7 +291,7 @@ def kill_and_resume(data, folder, kills: int, rng, **changes) -> dict:
             seen["kills"] += 1
             seen["amid a save"] += bool([*out.glob("*.new"), *out.glob("*.replaced")])
             if out.exists() and (flags or list(out.glob("ckpt_last*"))):
-                step = checkpoint.read_state(out, "last")["progress"]["step"]
+                step = read_state(out, "last")["progress"]["step"]
                 assert step >= lower
                 logged = [line["step"] for line in runs.log(out, key="loss")]
                 seen["steps lost"] += max(logged[-1] - step, 0) if logged else 0

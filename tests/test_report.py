@@ -68,7 +68,7 @@ def test_the_numbers_are_the_runs(page):
 
 
 def train_params(out):
-    from stack.checkpoint.folder import load_model
+    from stack.checkpoint.tensors import load_model
     return sum(p.numel() for p in load_model(out)[0].parameters())
 
 

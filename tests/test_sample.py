@@ -13,7 +13,7 @@ from conftest import ROOT, tiny_config
 import model as model_file
 import sample
 from model import GPT
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.data.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "def read(path):\n    return open(path).read()  # naïve: whole file 😀\n" * 30

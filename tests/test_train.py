@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from model import GPT, ModelConfig
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.config import TrainConfig, load, save_json
 from stack.counts import flops_per_token
 from stack.data.batches import Batches, TokenData

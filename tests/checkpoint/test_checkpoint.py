@@ -18,8 +18,10 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-from stack.checkpoint import folder as checkpoint
-from stack.checkpoint.folder import load_model, load_optimizers, load_weights, read_state, recover, save, start_fresh
+from stack.checkpoint import folder as on_disk
+from stack.checkpoint import tensors
+from stack.checkpoint.folder import read_state, recover, start_fresh
+from stack.checkpoint.tensors import load_model, load_optimizers, load_weights, save
 from stack.config import TrainConfig
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.optim import make_optimizers
@@ -33,7 +35,7 @@ def make_tokenizer(specials=SPECIALS) -> Tokenizer:
 
 def write(run_dir, model, step=1, name="ckpt_last", **more):
     options = dict(tokenizer=make_tokenizer(), train_cfg=TrainConfig(), state={"progress": {"step": step}})
-    save(run_dir, name, model=model, model_cfg=checkpoint._unwrap(model).cfg, **{**options, **more})
+    save(run_dir, name, model=model, model_cfg=tensors.unwrap(model).cfg, **{**options, **more})
 
 
 def fill(model, value: float):
@@ -63,7 +65,7 @@ def edit_weights(folder, change):
     file.unlink()
     save_file(tensors, file)
     state = json.loads((folder / "state.json").read_text())
-    state["files"]["model.safetensors"] = {"bytes": file.stat().st_size, "sha256": checkpoint._sha256(file)}
+    state["files"]["model.safetensors"] = {"bytes": file.stat().st_size, "sha256": on_disk._sha256(file)}
     del state["checksum"]
     (folder / "state.json").write_text(json.dumps(state))
 
@@ -125,7 +127,7 @@ def test_wrapper_prefixes_are_stripped(tiny, tmp_path, prefix):
 
 def test_only_leading_prefixes_are_stripped(tiny, tmp_path):
     for name in ("inner.module.weight", "module_norm.weight", "blocks.0.module"):
-        assert checkpoint._plain_name(f"module.{name}") == checkpoint._plain_name(name) == name
+        assert tensors.plain_name(f"module.{name}") == tensors.plain_name(name) == name
     write(tmp_path, tiny())
     edit_weights(tmp_path / "ckpt_last", lambda t: {**t, "module.norm.weight": t["norm.weight"].clone()})
     with pytest.raises(ValueError, match="twice"):
@@ -412,7 +414,7 @@ from conftest import tiny_config
 from model import GPT
 from stack.optim import make_optimizers
 from test_checkpoint import fill, train, write
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint.folder import read_state, recover
 run_dir, model = sys.argv[1], GPT(tiny_config())
 opts = make_optimizers(model)
 train(model, opts, [0])
@@ -422,8 +424,8 @@ for line in sys.stdin:  # one process per line, forked: importing torch anew tak
         print(pid, flush=True)
         os.waitpid(pid, 0)
         continue
-    checkpoint.recover(run_dir)
-    step = checkpoint.read_state(run_dir)["progress"]["step"] if os.path.exists(run_dir) else 0
+    recover(run_dir)
+    step = read_state(run_dir)["progress"]["step"] if os.path.exists(run_dir) else 0
     while True:
         step += 1
         write(run_dir, fill(model, step), step=step, optimizers=opts)
@@ -462,19 +464,19 @@ def test_sigkill_at_random_moments_of_a_run_that_always_saves(tmp_path):
     expect(run_dir, (reached(),))
 
 
-@pytest.mark.parametrize("after", ["_parse_state", "_verify"])
-def test_a_save_in_the_middle_of_a_load(tiny, tmp_path, monkeypatch, after):
+@pytest.mark.parametrize("module, after", [(on_disk, "_parse_state"), (tensors, "verify")])
+def test_a_save_in_the_middle_of_a_load(tiny, tmp_path, monkeypatch, module, after):
     """Never the state of one checkpoint with the weights of another."""
     write(tmp_path, fill(tiny(), 1), step=1)
-    original = getattr(checkpoint, after)
+    original = getattr(module, after)
 
     def replaced_meanwhile(*args):
         result = original(*args)
         if args[-1] in (tmp_path / "ckpt_last", "model.safetensors"):
-            monkeypatch.setattr(checkpoint, after, original)
+            monkeypatch.setattr(module, after, original)
             write(tmp_path, fill(tiny(), 2), step=2)
         return result
-    monkeypatch.setattr(checkpoint, after, replaced_meanwhile)
+    monkeypatch.setattr(module, after, replaced_meanwhile)
     expect(tmp_path, (2,))
 
 

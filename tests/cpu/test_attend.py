@@ -14,7 +14,8 @@ from stack import twins
 from stack.compiled import StillCache
 from stack.cpu import kernels
 from stack.cpu.kernels import Attend
-from stack.parallel.parallel import Ranks, parallelize
+from stack.parallel.ranks import Ranks
+from stack.parallel.sharding import parallelize
 from stack.quantize import Int8Linear, quantize_int8
 
 SHAPES = [(2, 8, 2, 300, 16), (1, 4, 4, 129, 8), (3, 6, 3, 64, 16), (2, 4, 1, 100, 24)]  # B H K T D

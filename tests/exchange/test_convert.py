@@ -19,7 +19,7 @@ import prepare
 import sample
 import train
 from model import GPT, generate
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.config import TrainConfig
 from stack.data.shards import write_meta, write_shard
 from stack.data.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from conftest import tiny_config
 from exchange_models import LEARNED, refused, run, save, sharp, trained_words
 
 import model as original
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.exchange import formulas, hf
 
 pytest.importorskip("gguf", reason="the gguf package is not installed (pip install gguf)")

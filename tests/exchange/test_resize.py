@@ -8,7 +8,8 @@ from conftest import tiny_config
 
 import convert
 from model import GPT
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
+from stack.checkpoint.folder import find, read_state
 from stack.config import TrainConfig
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.optim import make_optimizers
@@ -44,7 +45,7 @@ def make_run(path, *, optimizer="muon", steps=3, **changes):
 
 
 def moments(path):
-    saved = torch.load(checkpoint.find(path) / "optim.pt", weights_only=True)
+    saved = torch.load(find(path) / "optim.pt", weights_only=True)
     return {name: entry["state"] for name, entry in saved["optimizers"].items()}
 
 
@@ -162,7 +163,7 @@ def test_tie_is_the_way_back(tmp_path):
     assert after.head is None and after.cfg == before.cfg
     assert all(torch.equal(p, after.get_parameter(name)) for name, p in before.named_parameters())
     assert str(moments(old)) == str(moments(tmp_path / "c"))
-    sizes = [(checkpoint.find(p) / "model.safetensors").stat().st_size for p in (old, tmp_path / "c")]
+    sizes = [(find(p) / "model.safetensors").stat().st_size for p in (old, tmp_path / "c")]
     assert sizes[0] == sizes[1]
 
 
@@ -217,4 +218,4 @@ def test_a_newer_best_can_be_named(tmp_path):
     (best / "ckpt_last").rename(old / "ckpt_best")
     for source, step in ((old, 3), (old / "ckpt_best", 1)):
         run("untie", source, tmp_path / f"from_{step}")
-        assert checkpoint.read_state(tmp_path / f"from_{step}")["progress"]["step"] == step
+        assert read_state(tmp_path / f"from_{step}")["progress"]["step"] == step

@@ -18,9 +18,10 @@ from test_parallel import assert_close, check_output, in_fp32, run_ranks, weight
 import convert
 import train
 from stack import optim
-from stack.checkpoint import folder as checkpoint
-from stack.parallel import parallel
-from stack.parallel.parallel import Ranks, parallelize, read_ranks
+from stack.checkpoint import tensors as checkpoint
+from stack.parallel import sharding
+from stack.parallel.ranks import Ranks, read_ranks
+from stack.parallel.sharding import parallelize
 
 CPU = torch.device("cpu")
 SAME = dict(max_steps=5, eval_interval=2, eval_tokens=7 * 32, micro_batch_size=1, grad_clip=0.5)  # 8 sequences a step
@@ -55,7 +56,7 @@ def spy():
 
     def parallelize(model, *args, **kwargs):
         replica = make(model, *args, **kwargs)
-        tensors = parallel.whole(model).state_dict().values()
+        tensors = sharding.whole(model).state_dict().values()
         lines.append(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest())
         return replica
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 import train
 from stack import optim
-from stack.checkpoint import folder as checkpoint
+from stack.checkpoint import tensors as checkpoint
 from stack.data.batches import TokenData, iterate_windows
 from stack.metrics import evaluate
-from stack.parallel import parallel
-from stack.parallel.parallel import Ranks, connect, read_ranks
+from stack.parallel import ranks as group
+from stack.parallel.ranks import Ranks, connect, read_ranks
 
 CPU = torch.device("cpu")
 
@@ -283,8 +283,8 @@ def test_gpus(monkeypatch):
     """Each rank takes the GPU of its local rank, and says so where there is none; the GPU count divides nothing."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, device_id: joined.append(backend))
-    monkeypatch.setattr(parallel, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
+    monkeypatch.setattr(group.dist, "init_process_group", lambda backend, device_id: joined.append(backend))
+    monkeypatch.setattr(group, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
     joined = []
     assert connect(Ranks(9, 1, 16), torch.device("cuda")) == torch.device("cuda:1")
     assert connect(Ranks(), torch.device("cuda:1")) == torch.device("cuda:1")

@@ -15,7 +15,8 @@ from model import GPT, ModelConfig
 from stack.config import TrainConfig, load
 from stack.counts import build, flops_per_token, num_params
 from stack.memory import optimizers_of, train_state_bytes
-from stack.parallel import parallel
+from stack.parallel import sharding
+from stack.parallel.ranks import Ranks
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 SHAPES = {
@@ -46,16 +47,16 @@ def collectives_on_a_rank(way: str) -> list[tuple[str, int]]:
     """(kind, bytes) of each, in two micro batches of 64 tokens under bf16 autocast."""
     rank, n = dist.get_rank(), dist.get_world_size()
     shape, names = ((1, n), ("dp", "tp")) if way == "tp" else ((n,), ("dp",))
-    ranks = parallel.Ranks(rank, rank, n, tp=n if way == "tp" else 1,
+    ranks = Ranks(rank, rank, n, tp=n if way == "tp" else 1,
                            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-    replica = parallel.parallelize(GPT(TINY), ranks, torch.device("cpu"), dtype=torch.bfloat16,
+    replica = sharding.parallelize(GPT(TINY), ranks, torch.device("cpu"), dtype=torch.bfloat16,
                                    dp="fsdp" if way == "fsdp" else "ddp")
     if way == "ddp":  # which does in C++ what this hook does where it is seen
         replica.register_comm_hook(None, lambda _, bucket: dist.all_reduce(
             bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0]))
     with Watch() as watch:
         for i in range(2):
-            parallel.sync_gradients(replica, i == 1)
+            sharding.sync_gradients(replica, i == 1)
             ids = torch.randint(0, 512, (2, 32))
             with torch.autocast("cpu", torch.bfloat16):
                 loss = replica(ids, ids)

@@ -18,7 +18,8 @@ import train
 from model import GPT, ModelConfig, fused_linear_cross_entropy, generate
 from stack import compiled as compiled_module
 from stack import optim
-from stack.parallel import parallel, tensor_parallel
+from stack.parallel import sharding, tensor_parallel
+from stack.parallel.ranks import Ranks, read_ranks
 
 N, C, V = 23, 16, 40
 OPTIONS = [{}, dict(z_loss=0.1), dict(softcap=2.0), dict(n_valid_vocab=33), dict(ignore_index=7),
@@ -144,7 +145,7 @@ def model_on_a_rank(kind):
     with torch.no_grad():
         return dict(
             loss=loss.detach(), nats=model(ids, targets, docs=docs, reduction="none"),
-            vectors=model.embed(torch.arange(2560)), sample=generate(parallel.whole(model), **PROMPT),
+            vectors=model.embed(torch.arange(2560)), sample=generate(sharding.whole(model), **PROMPT),
             grads={name: whole(p.grad) for name, p in model.named_parameters()},
             numbers=sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters()),
             sizes=forward.sizes | backward.sizes, forward=forward.collectives, backward=backward.collectives,
@@ -186,7 +187,7 @@ def test_what_cannot_be_cut_is_refused(tiny):
     assert "320 rows and tp (4) needs a multiple of 128 * 4 = 512. Set --vocab_multiple=512" in found[2]
     assert tensor_parallel.problems(ModelConfig(), 2) == []
     with pytest.raises(ValueError, match="float16.*With tp .2. use --dtype=bfloat16 or float32"):
-        parallel.parallelize(tiny(), parallel.Ranks(0, 0, 2, tp=2), torch.device("cpu"), dtype=torch.float16)
+        sharding.parallelize(tiny(), Ranks(0, 0, 2, tp=2), torch.device("cpu"), dtype=torch.float16)
 
 
 def test_plan():
@@ -218,7 +219,7 @@ def stop_after_one_step():
     schedule = train.schedule
 
     def stop(*args):
-        if parallel.read_ranks().rank == 1:
+        if read_ranks().rank == 1:
             os.kill(os.getpid(), 15)
         return schedule(*args)
     train.schedule = stop

@@ -1,9 +1,8 @@
-"""Several processes: who am I, what do the others say, and which part of the model is mine.
+"""Which part of the model is mine, and how gradients travel.
 
-`torchrun` starts the processes; without it there is one.  They form a mesh of two dimensions: `tp` neighbours share
-one copy of the model and read the same batches, and dp_size such copies divide the batch.  `parallelize` turns a built
-model into this process's part of it by one call, in the only order that works: tensor parallelism changes what a
-projection holds, recomputation wraps a block, the compiler sees both, data parallelism goes around it all.
+`parallelize` turns a built model into this process's part of it by one call, in the only order that works: tensor
+parallelism changes what a projection holds, recomputation wraps a block, the compiler sees both, data parallelism goes
+around it all.
 
 *ddp*: every process holds the model, gradients are averaged after the last micro batch's backward
 (DistributedDataParallel; or, since that knows no parts, by `finish_gradients` where tp is more than 1).
@@ -17,108 +16,20 @@ each keeps its rows.  Blocks are gathered in the matmuls' format, which halves t
 as autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains and
 biases, which are rounded too (at 1 and 0, where they start, to themselves).  Gradients are reduced after the last micro
 batch only; where there are several, each rank holds the whole of them (4 bytes a parameter) until then.
-
-Everything that decides something (stop, skip a step, best so far) is decided on values reduced over all ranks, so that
-no rank goes where another does not.  Tested with gloo on CPU; with nccl none of this has run.
 """
 
 import copy
 import functools
 import logging
-import os
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from model import GPT
 from stack import twins
 from stack.parallel import tensor_parallel
+from stack.parallel.ranks import Ranks
 from stack.parallel.tensor_parallel import local
-
-
-@dataclass
-class Ranks:
-    rank: int = 0  # of this process, over all machines
-    local_rank: int = 0  # on this machine: which GPU
-    world_size: int = 1
-    tp: int = 1  # processes that share one copy of the model: neighbours, rank // tp is the same
-    mesh: Any = field(default=None, compare=False)  # DeviceMesh ("dp", "tp"), or ("dp",) where tp is 1, once connected
-
-    @property
-    def dp_rank(self) -> int:
-        """Which share of the batch is this process's; the tp ranks of one copy have the same."""
-        return self.rank // self.tp
-
-    @property
-    def dp_size(self) -> int:
-        return self.world_size // self.tp
-
-    def sum(self, tensor):
-        """Sum over the shares of the batch, in place; returns the tensor."""
-        if self.dp_size > 1:
-            dist.all_reduce(tensor, group=self.mesh.get_group("dp"))  # sum: gloo has no average
-        return tensor
-
-    def any(self, flag: bool, device) -> bool:
-        """True on every rank if it is on one."""
-        if self.world_size == 1:
-            return flag
-        votes = torch.tensor(float(flag), device=device)
-        dist.all_reduce(votes)
-        return bool(votes > 0)
-
-    def barrier(self):
-        if self.world_size > 1:
-            dist.barrier()
-
-
-def read_ranks(tp: int = 1) -> Ranks:
-    """What torchrun put into the environment; RANK without an address to meet at (a cluster's leftover) is no group."""
-    said = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("LOCAL_RANK", "0"),
-                                                                   ("WORLD_SIZE", "1"))}
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
-        said = dict.fromkeys(said, "0") | {"WORLD_SIZE": "1"}
-    if not all(value.isdecimal() for value in said.values()) or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
-        raise ValueError("the environment has " + ", ".join(f"{key}={value}" for key, value in said.items()) + ": RANK "
-                         "must be less than WORLD_SIZE. Start several ranks with torchrun; for a single one, unset "
-                         "RANK and MASTER_ADDR.")
-    ranks = Ranks(*map(int, said.values()), tp)
-    if ranks.world_size % tp:
-        raise ValueError(f"tp is {tp}, and {ranks.world_size} processes cannot be divided into groups of {tp}. Start a "
-                         "multiple of it (torchrun --nproc_per_node), or lower --tp.")
-    return ranks
-
-
-def connect(ranks: Ranks, device: torch.device) -> torch.device:
-    """Join the process group (nccl on CUDA, gloo elsewhere) and lay out ranks.mesh; returns this rank's device."""
-    if device.type == "cuda" and device.index is not None and ranks.world_size > 1:
-        raise ValueError(f"device is {device}, but each of the {ranks.world_size} ranks needs a GPU of its own. "
-                         "Say --device=cuda.")
-    if device.type == "cuda":
-        if ranks.local_rank >= torch.cuda.device_count():
-            raise ValueError(f"there is no GPU for local rank {ranks.local_rank}: PyTorch sees "
-                             f"{torch.cuda.device_count()} here. Lower --nproc_per_node, or say --device=cpu.")
-        device = device if device.index is not None else torch.device("cuda", ranks.local_rank)
-        torch.cuda.set_device(device)
-    if ranks.world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                device_id=device if device.type == "cuda" else None)
-        shape = (ranks.dp_size, ranks.tp) if ranks.tp > 1 else (ranks.dp_size,)  # neighbours are of one tp group
-        ranks.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp")[:len(shape)])
-    return device
-
-
-def disconnect(ranks: Ranks):
-    """Leave the group at a clean end; after an exception the launcher ends the others, and asking them would hang."""
-    if ranks.world_size > 1:
-        dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
 
 
 def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", dtype: torch.dtype = torch.float32,
@@ -152,7 +63,7 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
             fully_shard(block, mesh=ranks.mesh["dp"], mp_policy=low)
         fully_shard(model, mesh=ranks.mesh["dp"], mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     if next(model.parameters()).is_meta:
-        model.to_empty(device=device)
+        give_memory(model, device)
         for name, p in model.named_parameters():
             full = torch.empty(p.shape, dtype=p.dtype)
             model.init_weight(name, full)
@@ -195,11 +106,27 @@ def whole(model, compile: bool = False):
         return model
     with torch.device("meta"):
         put_together = GPT(model.cfg)
-    put_together.load_state_dict({name: p.full_tensor() if is_sharded(p) else p
-                                  for name, p in model.named_parameters()}, assign=True)
+    put_together.load_state_dict({name: t.full_tensor() if is_sharded(t) else t
+                                  for name, t in model.state_dict().items()}, assign=True)
+    for name, buffer in model.named_buffers(remove_duplicate=False):  # those too that are not persistent
+        module, _, own = name.rpartition(".")
+        setattr(put_together.get_submodule(module), own, buffer)
     if compile:
         twins.compile_blocks(put_together, next(put_together.parameters()).device, like=model)
     return put_together
+
+
+@torch.no_grad()
+def give_memory(model, device):
+    """Memory on `device` for a model built on the meta device: parameters are left for the caller to fill, buffers get
+    the values of one built on the CPU.  That one exists only where there are buffers, and draws no random numbers of
+    the caller's."""
+    model.to_empty(device=device)
+    if next(model.buffers(), None) is not None:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            built = GPT(model.cfg)
+        for name, buffer in built.named_buffers(remove_duplicate=False):
+            model.get_buffer(name).copy_(buffer)
 
 
 def total_norm(grads) -> torch.Tensor:

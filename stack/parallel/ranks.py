@@ -1,0 +1,93 @@
+"""Several processes: who am I, and what do the others say.
+
+`torchrun` starts the processes; without it there is one.  They form a mesh of two dimensions: `tp` neighbours share
+one copy of the model and read the same batches, and dp_size such copies divide the batch.  Everything that decides
+something (stop, skip a step, best so far) is decided on values reduced over all ranks, so that no rank goes where
+another does not.  Tested with gloo on CPU; with nccl none of this has run.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+@dataclass
+class Ranks:
+    rank: int = 0  # of this process, over all machines
+    local_rank: int = 0  # on this machine: which GPU
+    world_size: int = 1
+    tp: int = 1  # processes that share one copy of the model: neighbours, rank // tp is the same
+    mesh: Any = field(default=None, compare=False)  # DeviceMesh ("dp", "tp"), or ("dp",) where tp is 1, once connected
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the batch is this process's; the tp ranks of one copy have the same."""
+        return self.rank // self.tp
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp
+
+    def sum(self, tensor):
+        """Sum over the shares of the batch, in place; returns the tensor."""
+        if self.dp_size > 1:
+            dist.all_reduce(tensor, group=self.mesh.get_group("dp"))  # sum: gloo has no average
+        return tensor
+
+    def any(self, flag: bool, device) -> bool:
+        """True on every rank if it is on one."""
+        if self.world_size == 1:
+            return flag
+        votes = torch.tensor(float(flag), device=device)
+        dist.all_reduce(votes)
+        return bool(votes > 0)
+
+    def barrier(self):
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def read_ranks(tp: int = 1) -> Ranks:
+    """What torchrun put into the environment; RANK without an address to meet at (a cluster's leftover) is no group."""
+    said = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("LOCAL_RANK", "0"),
+                                                                   ("WORLD_SIZE", "1"))}
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
+        said = dict.fromkeys(said, "0") | {"WORLD_SIZE": "1"}
+    if not all(value.isdecimal() for value in said.values()) or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
+        raise ValueError("the environment has " + ", ".join(f"{key}={value}" for key, value in said.items()) + ": RANK "
+                         "must be less than WORLD_SIZE. Start several ranks with torchrun; for a single one, unset "
+                         "RANK and MASTER_ADDR.")
+    ranks = Ranks(*map(int, said.values()), tp)
+    if ranks.world_size % tp:
+        raise ValueError(f"tp is {tp}, and {ranks.world_size} processes cannot be divided into groups of {tp}. Start a "
+                         "multiple of it (torchrun --nproc_per_node), or lower --tp.")
+    return ranks
+
+
+def connect(ranks: Ranks, device: torch.device) -> torch.device:
+    """Join the process group (nccl on CUDA, gloo elsewhere) and lay out ranks.mesh; returns this rank's device."""
+    if device.type == "cuda" and device.index is not None and ranks.world_size > 1:
+        raise ValueError(f"device is {device}, but each of the {ranks.world_size} ranks needs a GPU of its own. "
+                         "Say --device=cuda.")
+    if device.type == "cuda":
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise ValueError(f"there is no GPU for local rank {ranks.local_rank}: PyTorch sees "
+                             f"{torch.cuda.device_count()} here. Lower --nproc_per_node, or say --device=cpu.")
+        device = device if device.index is not None else torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    if ranks.world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                device_id=device if device.type == "cuda" else None)
+        shape = (ranks.dp_size, ranks.tp) if ranks.tp > 1 else (ranks.dp_size,)  # neighbours are of one tp group
+        ranks.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp")[:len(shape)])
+    return device
+
+
+def disconnect(ranks: Ranks):
+    """Leave the group at a clean end; after an exception the launcher ends the others, and asking them would hang."""
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
