@@ -152,7 +152,7 @@ def _put_aside(model, same: dict, seconds: float) -> list[str]:
         model.__dict__.pop("mask", None)
     if same.get("loss head") is False:
         twin, plain = model.__dict__.pop("cross_entropy"), type(model).cross_entropy
-        if "group" in twin.keywords:  # the weight has to be put together first
+        if "mesh" in twin.keywords:  # the weight has to be put together first
             model.cross_entropy = lambda hidden, weight, targets, **options: plain(
                 hidden, weight.full_tensor(), targets, **options)
     changed = {"attention": "Attention.attend or GPT.mask", "loss head": "chunk_arithmetic or the function around it"}
@@ -188,9 +188,9 @@ def _agree(want, got) -> bool:
 def _heads(plain, twin, hidden, weight, targets, options):
     """Results of model.py's loss head and of its twin, which under tensor parallelism has some rows of the weight."""
     whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    group, mine = twin.keywords.get("group"), lambda rows: rows
-    if group is not None:
-        mine = lambda rows: rows.chunk(group.size())[group.rank()]  # noqa: E731
+    mesh, mine = twin.keywords.get("mesh"), lambda rows: rows
+    if mesh is not None:
+        mine = lambda rows: rows.chunk(mesh.size())[mesh.get_local_rank()]  # noqa: E731
     want = _results(plain, hidden, whole, rest=(targets,), **options)
     got = _results(twin, hidden, mine(whole), rest=(targets,), **options)
     if want is not None:

@@ -99,9 +99,8 @@ def apply(model: GPT, mesh):
     for module in (model.embed, model.head):
         if module is not None:
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
-    group = mesh.get_group()
-    model.embed.forward = functools.partial(_lookup, model.embed, group)
-    model.cross_entropy = functools.partial(cross_entropy, group=group)
+    model.embed.forward = functools.partial(_lookup, model.embed, mesh)
+    model.cross_entropy = functools.partial(cross_entropy, mesh=mesh)
 
 
 def sum_shared_gradients(model: GPT, group):
@@ -120,58 +119,31 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over ranks, in place; every rank holds the whole result's gradient, which passes unchanged."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """x itself, of which each rank makes something else; its gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-def _lookup(embed, group, ids):
+def _lookup(embed, mesh, ids):
     """ids (B, T) -> (B, T, C) from tables of V/tp rows on each rank."""
+    from torch.distributed.tensor import DTensor, Partial
     table = local(embed.weight)  # (V/tp, C)
-    ids = ids - dist.get_rank(group) * len(table)
+    ids = ids - mesh.get_local_rank() * len(table)
     foreign = (ids < 0) | (ids >= len(table))
-    x = F.embedding(ids.masked_fill(foreign, 0), table)
-    return _Sum.apply(x.masked_fill(foreign[..., None], 0), group)
+    x = F.embedding(ids.masked_fill(foreign, 0), table).masked_fill(foreign[..., None], 0)
+    return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss head.  V stands for this rank's V/tp columns, n_own of which are no padding
 
 
-def cross_entropy(hidden, weight, targets, *, group, **options):
-    """model.fused_linear_cross_entropy where rank r of `group` holds rows r * V to (r + 1) * V of the weight.
+def cross_entropy(hidden, weight, targets, *, mesh, **options):
+    """model.fused_linear_cross_entropy where rank r of `mesh` holds rows r * V to (r + 1) * V of the weight.
 
     hidden (N, C) and targets (N,), the ids of the whole vocabulary, are the same on all ranks, and so are the loss and
     the gradient of hidden.  Options, values and errors are the single version's; n_valid_vocab counts over all ranks.
     """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
     weight = local(weight)
-    n_rows = len(weight) * dist.get_world_size(group)
-    return fused_linear_cross_entropy(_SumOfGradients.apply(hidden, group), weight, targets, n_rows=n_rows,
-                                      arithmetic=functools.partial(_chunk_arithmetic, group), **options)
+    hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    return fused_linear_cross_entropy(hidden, weight, targets, n_rows=len(weight) * mesh.size(),
+                                      arithmetic=functools.partial(_chunk_arithmetic, mesh.get_group()), **options)
 
 
 def _chunk_arithmetic(group, logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,

@@ -54,7 +54,8 @@ def heads_on_a_rank(cases, dtype=torch.float64, compiled=False):
     hidden, weight, targets, incoming = head_inputs(dtype)
     part = weight.chunk(dist.get_world_size())[dist.get_rank()]
     compiled_module.COMPILE_FROM = 1 if compiled else 1 << 40
-    return [head_results(lambda *args, **kwargs: tensor_parallel.cross_entropy(*args, group=dist.group.WORLD, **kwargs),
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [head_results(lambda *args, **kwargs: tensor_parallel.cross_entropy(*args, mesh=mesh, **kwargs),
                          hidden, part, targets, incoming, *case) for case in cases]
 
 
