@@ -55,14 +55,15 @@ def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
 
     `check(*instances) -> list[str]` names problems that span several of them.  Raises ConfigError; --help exits.
     """
-    types_of = _settings(classes)
-    files, flags, problems = _split(argv, types_of)
-    if files is None:
+    types_of = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    assert len(types_of) == sum(len(dataclasses.fields(cls)) for cls in classes), "a setting is declared twice"
+    if {"-h", "--help"} & {*argv}:
         try:
             print(help_text(classes, doc), flush=True)
         except BrokenPipeError:  # `| head`
             sys.stdout = open(os.devnull, "w")
         raise SystemExit(0)
+    files, flags, problems = _split(argv, types_of)
     if len(files) > 1:
         problems.append(f"{' and '.join(files)}: one config file at most. A value needs its key: --key=value.")
     assigned = _read(files[0], types_of).items() if files else ()
@@ -134,9 +135,9 @@ def describe(instances) -> str:
     """The resolved settings for people, a paragraph per dataclass, and what * means."""
     parts = []
     for instance in instances:
-        words = [f"{key}={value}{'' if value == default else '*'}"
-                 for (key, value), default in zip(dataclasses.asdict(instance).items(),
-                                                  dataclasses.asdict(type(instance)()).values(), strict=True)]
+        default = dataclasses.asdict(type(instance)())
+        words = [f"{key}={value}{'' if value == default[key] else '*'}"
+                 for key, value in dataclasses.asdict(instance).items()]
         parts.append(textwrap.fill("  ".join(words), WIDTH, initial_indent=f"{type(instance).__name__}: ",
                                    subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     return "\n".join(parts + ["* not the default"])
@@ -162,24 +163,11 @@ def _raise(problems: list[str]):
                           f"{len(problems)} settings cannot be used:\n" + "\n".join(f"  {p}" for p in problems))
 
 
-def _settings(classes) -> dict:
-    """Name -> annotated type, over all dataclasses."""
-    types_of = {}
-    for cls in classes:
-        hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            assert field.name not in types_of, f"{field.name} is declared twice"
-            types_of[field.name] = hints[field.name]
-    return types_of
-
-
 def _split(argv, types_of):
-    """argv -> config files, flags as (as typed, key, value, True), problems; files is None when help was asked for."""
+    """argv -> config files, flags as (as typed, key, value, True), problems."""
     words, files, flags, problems = list(argv), [], [], []
     while words:
         word = words.pop(0)
-        if word in ("-h", "--help"):
-            return None, flags, problems
         if not word.startswith("--"):
             if word.startswith("-") or ("=" in word and not os.path.exists(word)):
                 problems.append(f"{word}: a setting starts with two dashes. Write --{word.lstrip('-')}.")
@@ -192,14 +180,12 @@ def _split(argv, types_of):
             following = words[0] if words else "--"
             if bool in _options(types_of.get(key)) and following.lower() not in (*BOOLS, "none"):
                 value = "true"  # a bare --compile
-            elif following.startswith("--"):
-                value = None
-                if key in types_of:
-                    problems.append(f"{word} needs a value, {_kind(types_of[key])}: {word}=...")
-                    continue
-            else:
+            elif not following.startswith("--"):
                 value = words.pop(0)
                 word = f"{word} {value}"
+            elif key in types_of:  # else it is the key that is wrong
+                problems.append(f"{word} needs a value, {_kind(types_of[key])}: {word}=...")
+                continue
         flags.append((word, key, value, True))
     return files, flags, problems
 
@@ -256,26 +242,20 @@ def _convert(value, hint, typed: bool):
             if isinstance(value, str):
                 return value
         elif typed or isinstance(value, int | float) and not isinstance(value, bool):
-            number = _number(value, option)
-            if number is not None:
+            if (number := _number(value, option)) is not None:
                 return number
     raise ValueError
 
 
 def _number(value, kind):
     """int or float from a number or its text, exact for ints of any size; None if it is not one, or not finite."""
-    try:
+    with contextlib.suppress(ValueError):  # perhaps 1e3
         if kind is int and not isinstance(value, float):
             return int(value)
-    except ValueError:
-        pass  # perhaps 1e3
-    try:
+    with contextlib.suppress(ValueError, OverflowError):
         number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    if kind is int:
-        return int(number) if number.is_integer() else None
-    return number if math.isfinite(number) else None
+        if math.isfinite(number) and (kind is float or number.is_integer()):
+            return kind(number)
 
 
 def _nearest(name: str, names) -> str:
@@ -352,26 +332,18 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """Every impossible setting, as sentences a user can act on."""
-        found = []
-        for name in ("seq_len", "micro_batch_size", "batch_tokens", "max_steps", "muon_lr", "adamw_lr", "max_bad_steps",
-                     "eval_tokens", "tp"):
-            if not getattr(self, name) > 0:
-                found.append(f"{name} ({getattr(self, name)}) must be positive.")
-        for name in ("log_interval", "eval_interval", "save_interval", "sample_interval", "warmup_steps", "grad_clip",
-                     "weight_decay", "z_loss", "keep", "seed"):
-            if getattr(self, name) < 0:
-                found.append(f"{name} ({getattr(self, name)}) must be 0 or more.")
-        if self.seed >= 2**63:
-            found.append(f"seed ({self.seed}) must be less than 2**63.")
-        for name in ("decay_fraction", "min_lr_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1].")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1).")
+        bounds = {
+            "be positive": (lambda x: x > 0, "seq_len micro_batch_size batch_tokens max_steps muon_lr adamw_lr "
+                                             "max_bad_steps eval_tokens tp"),
+            "be 0 or more": (lambda x: x >= 0, "log_interval eval_interval save_interval sample_interval warmup_steps "
+                                               "grad_clip weight_decay z_loss keep seed"),
+            "be less than 2**63": (lambda x: x < 2**63, "seed"),
+            "lie in [0, 1]": (lambda x: 0 <= x <= 1, "decay_fraction min_lr_fraction"),
+            "lie in [0, 1)": (lambda x: 0 <= x < 1, "beta1 beta2"),
+            "be positive, or None": (lambda x: x is None or x > 0, "peak_tflops")}
+        found = [f"{name} ({getattr(self, name)}) must {says}."
+                 for says, (holds, names) in bounds.items() for name in names.split() if not holds(getattr(self, name))]
         if self.warmup_steps > self.max_steps > 0:
             found.append(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps}): the peak "
                          "would never be reached. Lower it.")
-        if self.peak_tflops is not None and self.peak_tflops <= 0:
-            found.append(f"peak_tflops ({self.peak_tflops}) must be positive, or None.")
         return found

@@ -31,12 +31,8 @@ def save(run_dir, name: str, *, model, optimizers=(), scaler=None, **what):
     """Write run_dir/name, whole or not at all.  `what` stands beside the tensors: see folder.writing."""
     from safetensors.torch import save_file
     model = unwrap(model)
-    weights, stored = {}, set()
-    for key, tensor in model.state_dict().items():
-        tensor = tensor.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        weights[plain_name(key)] = tensor.clone() if place in stored else tensor  # safetensors: no two share memory
-        stored.add(place)
+    weights = {plain_name(key): t.detach().to("cpu", copy=True).contiguous()  # two names may share memory, no two files
+               for key, t in model.state_dict().items()}
     optim = optimizer_state(model, optimizers, scaler)
     tensors = [*weights.values(), *(v for entry in optim["optimizers"].values() for v in entry["state"].values())]
     with writing(run_dir, name, tensors, **what) as aside:
