@@ -176,7 +176,4 @@ def recomputed(forward, remat: str, random: bool):
             aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_cudnn_attention.default, aten.bmm.default, torch.ops.stack100m.attend.default])
-
-    def call(*args):
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **options)
-    return call
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=random, **options)
