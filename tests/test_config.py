@@ -105,6 +105,16 @@ def test_a_seed_beyond_64_bits_is_refused():
     assert "seed" in TrainConfig(seed=2**63).problems()[0] and TrainConfig(seed=2**63 - 1).problems() == []
 
 
+@pytest.mark.parametrize("name, bad, good, says", [
+    ("tp", 0, 1, "tp (0) must be positive."), ("keep", -1, 0, "keep (-1) must be 0 or more."),
+    ("min_lr_fraction", 1.1, 1.0, "min_lr_fraction (1.1) must lie in [0, 1]."),
+    ("beta2", 1.0, 0.0, "beta2 (1.0) must lie in [0, 1)."), ("peak_tflops", 0.0, None, "must be positive, or None."),
+    ("warmup_steps", 38148, 38147, "the peak would never be reached")])
+def test_bounds(name, bad, good, says):
+    found, = TrainConfig(**{name: bad}).problems()
+    assert says in found and TrainConfig(**{name: good}).problems() == []
+
+
 def write(folder: Path, text: str, name="c.py") -> str:
     (folder / name).write_text(text, encoding="utf-8")
     return str(folder / name)
