@@ -12,6 +12,7 @@ from conftest import tiny_config
 from exchange_models import LEARNED, refused, run, save, sharp, trained_words
 
 import model as original
+from stack.checkpoint import folder
 from stack.checkpoint import tensors as checkpoint
 from stack.exchange import formulas, hf
 
@@ -171,9 +172,7 @@ def test_parameters_that_nobody_knows_are_named(tmp_path, words, monkeypatch, ca
 def test_buffers_are_named(tmp_path, words, monkeypatch, capsys, persistent):
     """nanoGPT's habit, saved with the model or not."""
     buffer(persistent)(monkeypatch)
-    model, state = sharp(words), {"train": None, "progress": {"step": 0}, "data": None}
-    save(tmp_path / "run", model, words)
-    monkeypatch.setattr(checkpoint, "load_model", lambda run: (model, words, state))
+    save(tmp_path / "run", sharp(words), words)
     for command, flags in COMMANDS.items():
         assert "the buffer blocks.0.attn.bias" in refused(capsys, command, tmp_path / "run", tmp_path / "out", *flags)
         assert left_nothing(tmp_path)
@@ -192,7 +191,7 @@ def forked(monkeypatch):
     class MLP(original.MLP):
         def forward(self, x):
             return self.w_down(F.relu(self.w_up(x)).square()) if self.w_gate is None else super().forward(x)
-    for module in (original, checkpoint):
+    for module in (original, folder, checkpoint):
         monkeypatch.setattr(module, "ModelConfig", Forked)
     monkeypatch.setattr(original, "MLP", MLP)
     return lambda **changes: Forked(**dataclasses.asdict(tiny_config(vocab_size=777)) | changes)
