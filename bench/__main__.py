@@ -23,6 +23,7 @@ build that fits it; litgpt without its pins, which would lower the others; llama
 import argparse
 import json
 import sys
+import tempfile
 
 from stack.config import as_command, not_installed
 
@@ -34,20 +35,14 @@ try:
 except ModuleNotFoundError as error:
     not_installed(error, "bench")
 
-BENCHES = {
-    "step": (step, "one training step"), "sample": (sample, "greedy decoding"),
-    "prepare": (prepare, "encoding and tokenizer training"), "head": (head, "the loss head, forward and backward"),
-    "growth": (growth, "time and memory over context, batch, vocabulary, depth"),
-    "gpu": (gpu, "one card, within minutes"),
-}
-POSITIVE = ("repeats", "n_tokens", "d_model", "vocab", "batch", "prompt_tokens", "new_tokens", "prefill_tokens")
+BENCHES = dict(step=step, sample=sample, prepare=prepare, head=head, growth=growth, gpu=gpu)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="|".join(BENCHES), dest="command")
-    for name, (bench, help_text) in BENCHES.items():
-        sub = commands.add_parser(name, help=help_text, allow_abbrev=False, epilog=(
+    for name, bench in BENCHES.items():
+        sub = commands.add_parser(name, help=bench.__doc__.partition(":")[0], allow_abbrev=False, epilog=(
             None if bench in (head, prepare) else "and every --key=value of train.py (python train.py --help)"))
         sub.add_argument("--json", action="store_true", help="one JSON object a line, one per row")
         sub.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -60,14 +55,15 @@ def main():
         for flag, how in bench.FLAGS.items():
             sub.add_argument(flag, **how)
     args, args.settings = parser.parse_known_args()
-    bench, _ = BENCHES[args.command]
-    with as_command("bench"):
-        for name in POSITIVE:
-            if getattr(args, name, 1) < 1:
-                raise ValueError(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
+    bench = BENCHES[args.command]
+    with as_command("bench"), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for name, value in vars(args).items():
+            if type(value) is int and value < 1:
+                raise ValueError(f"--{name} is {value}; it must be 1 or more.")
         if args.settings and bench in (head, prepare):
             raise ValueError(f"{args.settings[0]} is nothing that {args.command} knows. --help lists what it does.")
         device = torch.device("cpu") if bench is prepare else pick_device(args.device)
+        args.folder = args.folder or folder
         if not args.row:
             sys.exit(bench.run(args, device))  # 1 where a row failed
         print(json.dumps(bench.row(args, device)))

@@ -4,7 +4,6 @@ Held against 6*N*d*V FLOPs at the matmul rate.  Errors are relative to float64 f
 """
 
 import functools
-import tempfile
 from pathlib import Path
 
 import torch
@@ -103,8 +102,9 @@ def row(args, device) -> dict:
     peak = reset_peak(device)
     step()
     result = dict(row=args.row, **spread(times), peak_mib=peak())
-    if args.folder:
-        loss, dh, dw = torch.load(Path(args.folder) / "truth.pt", mmap=True)
+    truth = Path(args.folder) / "truth.pt"
+    if truth.exists():
+        loss, dh, dw = torch.load(truth, mmap=True)
         result["loss_error"] = (abs(step().detach().cpu() - loss) / loss).item()
         result["grad_error"] = max(((got.grad.cpu().double() - want).norm() / want.norm()).item()
                                 for got, want in ((hidden, dh), (weight, dw)))
@@ -113,13 +113,14 @@ def row(args, device) -> dict:
 
 def run(args, device) -> bool:
     N, d, V, dtype = args.n_tokens, args.d_model, args.vocab, DTYPES[args.dtype]
-    what, command = f"Loss head, forward + backward, N={N} d={d} V={V} {args.dtype}, median of {args.repeats}", []
+    what = f"Loss head, forward + backward, N={N} d={d} V={V} {args.dtype}, median of {args.repeats}"
     if args.chunks:
         default = default_chunk(N, V, dtype, device.type)
         rows = [f"ours chunk {chunk}" for chunk in sorted({min(2**k, N) for k in range(7, 14)} | {default})]
         what += f"; {default} is the default chunk"
     else:
         rows = choose(args, list(head_rows(device)))
+        torch.save(head_truth(*head_inputs(args, torch.device("cpu"))), Path(args.folder) / "truth.pt")
     floor = 6 * N * d * V / matmul_rate(device, dtype)
 
     def table(results):
@@ -128,9 +129,4 @@ def run(args, device) -> bool:
             "": "row", "seconds": "seconds", f"x {base['row']}": lambda x: x["seconds"] / base["seconds"],
             "peak MiB": "peak_mib", "loss error": "loss_error", "grad error": "grad_error",
         }, [*results, dict(row="floor: the matmuls", seconds=floor)]
-    with tempfile.TemporaryDirectory() as folder:
-        if not args.chunks:
-            torch.save(head_truth(*head_inputs(args, torch.device("cpu"))), Path(folder) / "truth.pt")
-            command.append(f"--folder={folder}")
-        return run_rows(args, device, rows, table, command=command, floor_seconds=floor, n_tokens=N, d_model=d,
-                        vocab=V, dtype=args.dtype)
+    return run_rows(args, device, rows, table, floor_seconds=floor, n_tokens=N, d_model=d, vocab=V, dtype=args.dtype)

@@ -4,8 +4,7 @@ A time means little without its neighbours: whatever slows the machine today slo
 one sitting, every row runs in a process of its own (no allocator, compiler cache or thread pool warmed by the row
 before), the first call is thrown away (compilation, first touch) and the median of the others counts.  Peak memory is
 what a call needs above its inputs, or a training step above the imports: on CUDA the allocator's own peak; on Linux the
-kernel's high-water mark of resident memory, set back before the call, after freed memory was returned.  Only growth,
-which has no use for the first call's time, lets its rows share what was compiled.
+kernel's high-water mark of resident memory, set back before the call, after freed memory was returned.
 """
 
 import contextlib
@@ -53,7 +52,7 @@ def seconds(call, device, repeats: int) -> list[float]:
 def reset_peak(device):
     """Forget the highest use of memory so far.  Returns a function: MiB of the highest use since the last reset above
     what is in use now, None where it cannot be measured."""
-    def resident(key):  # VmRSS: now, VmHWM: the highest
+    def resident(key):  # bytes; VmRSS: now, VmHWM: the highest
         return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
     gc.collect()
     if device.type == "cuda":
@@ -83,6 +82,12 @@ def read_rate(device) -> float:
     return x.nbytes / statistics.median(seconds(x.sum, device, 5))
 
 
+def copy_rate(device) -> float:
+    """Bytes/s, read and written, of copying one large tensor."""
+    a, b = torch.ones(2, READ_BYTES[device.type] // 8, device=device)
+    return 2 * a.nbytes / statistics.median(seconds(lambda: a.copy_(b), device, 5))
+
+
 def spread(times: list[float]) -> dict:
     return dict(seconds=statistics.median(times), seconds_min=min(times), seconds_max=max(times))
 
@@ -99,13 +104,14 @@ def choose(args, rows: list[str]) -> list[str]:
 def run_row(command: list[str], row: str, timeout: float | None = None, cache: str | None = None) -> dict:
     """What `bench COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails.
 
-    cache: a folder for what was compiled, where the first call's time does not matter; else it is another day's.
+    cache: a folder for what was compiled, where the first call's time does not matter.  What else the process leaves in
+    the folder for temporary files goes with it.
     """
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as fresh:
             done = subprocess.run([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, timeout=timeout,
                                   capture_output=True, text=True,
-                                  env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
+                                  env={**os.environ, "TMPDIR": fresh, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
     except subprocess.TimeoutExpired:
         return dict(row=row, failed=f"not ready after {timeout:.0f} s")
     if done.returncode:
@@ -116,29 +122,23 @@ def run_row(command: list[str], row: str, timeout: float | None = None, cache: s
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_rows(args, device, rows: list[str], table, derive=None, command=(), cache: str | None = None, **facts) -> bool:
-    """Run each row, add what derive(its object) returns, and print table(all of them), or with --json each at once
-    together with facts.  A row that fails is reported and left out; returns whether one did."""
+def run_rows(args, device, rows: list[str], table, derive=None, cache: str | None = None, **facts) -> bool:
+    """Run each row, let derive add to its object, and print table(all of them), or with --json each at once together
+    with facts.  A row that fails is reported and left out; returns whether one did."""
     results = []
     for row in rows:
-        result = run_row([*sys.argv[1:], *command], row, cache=cache)
+        result = run_row([*sys.argv[1:], f"--folder={args.folder}"], row, cache=cache)
         if "failed" in result:
             print(f"bench: row {row!r} failed: {result['failed']}", file=sys.stderr)
             continue
-        results.append(result | (derive(result) if derive else {}))
+        if derive:
+            derive(result)
+        results.append(result)
         if args.json:
-            print_json(args.command, device, **results[-1], **facts, repeats=args.repeats)
+            print_json(args.command, device, **result, **facts, repeats=args.repeats)
     if results and not args.json:
         print_table(device, *table(results))
     return len(results) < len(rows)
-
-
-def percent(key: str):
-    """A column that shows a share as such."""
-    def cell(x):
-        part = x.get(key)
-        return None if part is None else f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
-    return cell
 
 
 def print_json(bench: str, device, **row):
@@ -146,16 +146,21 @@ def print_json(bench: str, device, **row):
                           date=str(datetime.date.today()))), flush=True)
 
 
-def print_table(device, what: str, columns: dict, results: list[dict]):
-    """A markdown table under what was measured where, how and when.
+def cell(x: dict, key) -> str:
+    """x[key], or key(x) of a function; a key with % behind it is a share; what is None or not there is empty."""
+    value = key(x) if callable(key) else x.get(key.rstrip("%"))
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(key, str) and key.endswith("%"):
+        return f"{value:.1%}" if value < 0.1 else f"{value:.0%}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
-    columns: header -> key of a result, or function of one.  None is an empty cell; columns of them go.
-    """
+
+def print_table(device, what: str, columns: dict, results: list[dict]):
+    """A markdown table, header -> key as in `cell`, under what was measured where, how and when.  Empty columns go."""
     print(f"{what}. {machine(device)}, torch {torch.__version__}, {datetime.date.today()}, "
           f"`python -m bench {shlex.join(sys.argv[1:])}`:\n")
-    cells = [[name, *(cell(x) if callable(cell) else x.get(cell) for x in results)] for name, cell in columns.items()]
-    cells = [[x if isinstance(x, str) else "" if x is None else f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
-              for x in column] for column in cells if any(x is not None for x in column[1:])]
-    cells = [[x.ljust(max(map(len, column))) for x in column] for column in cells]
-    header, *body = ["| " + " | ".join(line) + " |" for line in zip(*cells, strict=True)]
-    print(header, "|" + "|".join("-" * (len(column[0]) + 2) for column in cells) + "|", *body, sep="\n", flush=True)
+    filled = [[name, *(cell(x, key) for x in results)] for name, key in columns.items()]
+    filled = [[text.ljust(max(map(len, column))) for text in column] for column in filled if any(column[1:])]
+    header, *body = ["| " + " | ".join(line) + " |" for line in zip(*filled, strict=True)]
+    print(header, "|" + "|".join("-" * (len(column[0]) + 2) for column in filled) + "|", *body, sep="\n", flush=True)

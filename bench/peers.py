@@ -1,8 +1,7 @@
-"""The same model from other hands, for the benches to compare with: in plain PyTorch, transformers, litgpt, llama.cpp.
+"""The same model from other hands, to compare with: in plain PyTorch, transformers, litgpt, llama.cpp.
 
-The plain model is ours said with PyTorch's own modules and full logits, as nanoGPT would; its parameters have our
-names without the attn and mlp between, so that tests can give both the same weights.  The packages are used the way
-their documentation does, with random weights in our shape, and are imported only where a row needs them.
+The packages are used the way their documentation does, with random weights in our shape, and are imported only where a
+row needs them.
 """
 
 import functools
@@ -10,6 +9,7 @@ import importlib.util
 import itertools
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +17,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, ModelConfig
+from bench.measure import ROOT
+from model import GPT, ModelConfig, generate
 from stack.checkpoint import tensors as checkpoint
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.exchange import hf
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from stack.quantize import quantize_int8
+from stack.twins import fast_decoding
 
 
 def installed(*packages: str) -> list[str]:
@@ -30,53 +31,26 @@ def installed(*packages: str) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package)]
 
 
-class PlainBlock(nn.Module):
-    """The block in PyTorch's own modules, nothing fused or split by hand.  x (B, T, C) -> (B, T, C)."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        C, q, kv, self.head_dim = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim, cfg.head_dim
-        linear = functools.partial(nn.Linear, bias=cfg.bias)
-        self.norm1, self.norm2 = plain_norm(cfg), plain_norm(cfg)
-        self.wq, self.wk, self.wv, self.wo = linear(C, q), linear(C, kv), linear(C, kv), linear(q, C)
-        self.q_norm, self.k_norm = (nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-                                    for _ in range(2))
-        self.w_gate = linear(C, cfg.d_ff) if cfg.mlp == "swiglu" else None
-        self.w_up, self.w_down = linear(C, cfg.d_ff), linear(cfg.d_ff, C)
-
-    def forward(self, x, rope, mask):
-        h = self.norm1(x)
-        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = plain_rope(q, *rope), plain_rope(k, *rope)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                           enable_gqa=q.shape[1] != k.shape[1])
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        h = self.norm2(x)
-        h = F.gelu(self.w_up(h), approximate="tanh") if self.w_gate is None else F.silu(self.w_gate(h)) * self.w_up(h)
-        return x + self.w_down(h)
-
-
-def plain_norm(cfg: ModelConfig):
-    return nn.RMSNorm(cfg.d_model, cfg.norm_eps) if cfg.norm == "rmsnorm" else nn.LayerNorm(
-        cfg.d_model, cfg.norm_eps, bias=cfg.bias)
-
-
-def plain_rope(x, cos, sin):
-    a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
-
-
 class PlainGPT(nn.Module):
-    """The model, with the loss of full logits.  ids, targets, docs (B, T), docs or None -> ()."""
+    """Ours said with PyTorch's own modules, nothing fused or split by hand, and full logits, as nanoGPT would.
+
+    Parameters have our names without the attn and mlp between, so that tests can give both the same weights."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.embed = nn.Embedding(cfg.padded_vocab_size, cfg.d_model)
-        self.pos_embed = nn.Embedding(cfg.max_seq_len, cfg.d_model) if cfg.pos == "learned" else None
-        self.blocks, self.norm = nn.ModuleList(PlainBlock(cfg) for _ in range(cfg.n_layers)), plain_norm(cfg)
-        frequencies = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2) / cfg.head_dim)
+        C, D, q, kv = cfg.d_model, cfg.head_dim, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
+        shapes = {"wq": (C, q), "wk": (C, kv), "wv": (C, kv), "wo": (q, C), "w_up": (C, cfg.d_ff),
+                  "w_down": (cfg.d_ff, C)} | ({"w_gate": (C, cfg.d_ff)} if cfg.mlp == "swiglu" else {})
+        norm = functools.partial(nn.RMSNorm, C, cfg.norm_eps) if cfg.norm == "rmsnorm" else functools.partial(
+            nn.LayerNorm, C, cfg.norm_eps, bias=cfg.bias)
+        self.embed = nn.Embedding(cfg.padded_vocab_size, C)
+        self.pos_embed = nn.Embedding(cfg.max_seq_len, C) if cfg.pos == "learned" else None
+        self.blocks, self.norm = nn.ModuleList(nn.ModuleDict({
+            "norm1": norm(), "norm2": norm(),
+            **{name: nn.RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for name in ("q_norm", "k_norm")},
+            **{name: nn.Linear(*shape, bias=cfg.bias) for name, shape in shapes.items()},
+        }) for _ in range(cfg.n_layers)), norm()
+        frequencies = cfg.rope_theta ** (-torch.arange(0, D, 2) / D)
         angles = torch.outer(torch.arange(cfg.max_seq_len), frequencies).repeat(1, 2)  # (S, D)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -84,15 +58,30 @@ class PlainGPT(nn.Module):
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, ids, targets, docs=None):
-        T, x, rope = ids.shape[1], self.embed(ids), None
-        mask = None if docs is None else (docs[:, :, None] == docs[:, None]).tril()[:, None]  # (B, 1, T, T)
+    def rotated(self, x):
+        """x (B, H, T, D) by position, where positions are not in the stream already."""
         if self.pos_embed is not None:
-            x = x + self.pos_embed.weight[:T]
-        else:
-            rope = self.cos[:T], self.sin[:T]
+            return x
+        (a, b), T = x.chunk(2, dim=-1), x.shape[2]
+        return (x * self.cos[:T] + torch.cat((-b, a), dim=-1) * self.sin[:T]).to(x.dtype)
+
+    def forward(self, ids, targets, docs=None):
+        """ids, targets, docs (B, T), docs or None -> loss ()."""
+        x, D = self.embed(ids), self.cos.shape[1]  # (B, T, C)
+        if self.pos_embed is not None:
+            x = x + self.pos_embed.weight[:ids.shape[1]]
+        mask = None if docs is None else (docs[:, :, None] == docs[:, None]).tril()[:, None]  # (B, 1, T, T)
         for block in self.blocks:
-            x = block(x, rope, mask)
+            h = block["norm1"](x)
+            q, k, v = (block[w](h).unflatten(-1, (-1, D)).transpose(1, 2) for w in ("wq", "wk", "wv"))  # (B, ., T, D)
+            q, k = self.rotated(block["q_norm"](q)), self.rotated(block["k_norm"](k))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                               enable_gqa=q.shape[1] != k.shape[1])
+            x = x + block["wo"](y.transpose(1, 2).flatten(2))
+            h = block["norm2"](x)
+            up = block["w_up"](h)
+            h = F.silu(block["w_gate"](h)) * up if "w_gate" in block else F.gelu(up, approximate="tanh")
+            x = x + block["w_down"](h)
         logits = F.linear(self.norm(x), self.embed.weight)  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -111,38 +100,48 @@ def transformers_model(cfg: ModelConfig):
 def trained(peer: str, cfg: ModelConfig, device):
     """(model, loss_of(x, y, docs)) of plain, GPT-2, transformers or litgpt; only plain takes docs (B, T)."""
     if peer in ("plain", "GPT-2"):
-        loss_of = model = PlainGPT(gpt2_shape(cfg) if peer == "GPT-2" else cfg).to(device)
+        loss_of = model = PlainGPT(gpt2_shape(cfg) if peer == "GPT-2" else cfg)
     elif peer == "transformers":
-        model = transformers_model(cfg).to(device)
+        model = transformers_model(cfg)
 
         def loss_of(x, y, docs):
             return model(input_ids=x, labels=x, use_cache=False).loss  # shifts the labels itself
     else:
-        from litgpt import GPT as LitGPT
-        from litgpt import Config
+        import litgpt
         from litgpt.utils import chunked_cross_entropy
-        model = LitGPT(Config(
+        model = litgpt.GPT(litgpt.Config(
             block_size=cfg.max_seq_len, vocab_size=cfg.vocab_size, padded_vocab_size=cfg.padded_vocab_size,
             n_layer=cfg.n_layers, n_head=cfg.n_heads, n_query_groups=cfg.n_kv_heads, n_embd=cfg.d_model,
             head_size=cfg.head_dim, intermediate_size=cfg.d_ff, rotary_percentage=1.0, parallel_residual=False,
             bias=cfg.bias, norm_class_name="RMSNorm", norm_eps=cfg.norm_eps, mlp_class_name="LLaMAMLP",
-            norm_qk=cfg.qk_norm, rope_base=int(cfg.rope_theta))).to(device)
+            norm_qk=cfg.qk_norm, rope_base=int(cfg.rope_theta)))
         model.apply(model._init_weights)
         model.lm_head.weight = model.transformer.wte.weight
 
         def loss_of(x, y, docs):
             return chunked_cross_entropy(model(x), y, chunk_size=0)
-    return model, loss_of
+    return model.to(device), loss_of
 
 
-def decoder(peer: str, precision: str, cfg: ModelConfig, device, folder: Path):
+def decoder(who: str, precision: str, cfg: ModelConfig, device, compile: bool):
     """(decode(prompts, n_new) -> the first row's new ids, greedily; bytes of weights read per token).
 
-    llama_cpp takes one prompt at a time, and a file, which is made in folder.
+    ours decodes as sample.py does; llama_cpp takes one prompt at a time.
     """
-    if peer == "llama_cpp":
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    if who == "ours":
+        model = GPT(cfg).to(device, dtype)
+        if precision == "int8":
+            quantize_int8(model)
+        if compile:
+            fast_decoding(model)
+
+        def decode(prompts, n_new):
+            return generate(model, prompts, max_new_tokens=n_new)[0]
+        return decode, sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    if who == "llama_cpp":
         import llama_cpp
-        path, threads = write_gguf(cfg, folder, precision), torch.get_num_threads()
+        path, threads = write_gguf(cfg, Path(tempfile.mkdtemp()), precision), torch.get_num_threads()
         other = llama_cpp.Llama(str(path), n_ctx=cfg.max_seq_len, n_batch=512, n_threads=threads, verbose=False,
                                 n_threads_batch=threads, n_gpu_layers=-1 if device.type == "cuda" else 0)
 
@@ -151,7 +150,7 @@ def decoder(peer: str, precision: str, cfg: ModelConfig, device, folder: Path):
             return list(itertools.islice(other.generate(prompts[0], temp=0.0, repeat_penalty=1.0), n_new))
         return decode, path.stat().st_size
     from transformers import GenerationConfig
-    model = transformers_model(cfg).to(device, PRECISIONS[precision]).eval()
+    model = transformers_model(cfg).to(device, dtype).eval()
 
     def decode(prompts, n_new):
         ids, greedy = torch.tensor(prompts, device=device), GenerationConfig(max_new_tokens=n_new, pad_token_id=0)
@@ -171,6 +170,6 @@ def write_gguf(cfg: ModelConfig, folder: Path, kind: str) -> Path:
     """A random model as llama.cpp reads it, through convert.py."""
     checkpoint.save(folder / "run", "ckpt_last", model=GPT(cfg), tokenizer=made_tokenizer(cfg.vocab_size),
                     model_cfg=cfg, state={"progress": {"step": 0}, "data": None})
-    subprocess.run([sys.executable, Path(__file__).parent.with_name("convert.py"), "gguf", folder / "run",
-                    folder / "model.gguf", "--type", kind], check=True, capture_output=True)
+    subprocess.run([sys.executable, ROOT / "convert.py", "gguf", folder / "run", folder / "model.gguf",
+                    "--type", kind], check=True, capture_output=True)
     return folder / "model.gguf"

@@ -1,4 +1,4 @@
-"""Text to ids, and text to a vocabulary: `python -m bench prepare`, over what prepare.py would read."""
+"""Encoding and tokenizer training, over what prepare.py would read: `python -m bench prepare`."""
 
 import contextlib
 import io
@@ -61,12 +61,11 @@ def run(args, device) -> bool:
 
     def derive(x):
         speeds[x["row"]] = x["mb_per_s"]
-        return dict(ratio=x["mb_per_s"] / speeds.get(ROWS[x["row"]], x["mb_per_s"]))
+        x["ratio"] = x["mb_per_s"] / speeds.get(ROWS[x["row"]], x["mb_per_s"])
 
     def table(results):
         return (f"Text to ids, then text to {args.vocab} ids, {results[0]['mb']:.1f} MB of {' '.join(args.text)}, "
                 f"median of {args.repeats}"), {
             "": "row", "seconds": "seconds", "MB/s": "mb_per_s", "x the bare one": "ratio"}, results
-    with tempfile.TemporaryDirectory() as folder:
-        train_tokenizer(documents(args), args.vocab).save(folder)
-        return run_rows(args, device, rows, table, derive, [f"--folder={folder}"], vocab=args.vocab)
+    train_tokenizer(documents(args), args.vocab).save(args.folder)
+    return run_rows(args, device, rows, table, derive, vocab=args.vocab)

@@ -1,9 +1,8 @@
-"""A training step, (x, y) to updated weights, in the settings of train.py: `python -m bench step`.
+"""One training step, (x, y) to updated weights, in the settings of train.py: `python -m bench step`.
 
 Ours is train.py itself: the row's process runs it, as `python train.py` does, on random tokens, and reads its log.  The
-others have the plain loop below.  What neither says is seen from the optimizers, before and after whose every step
-PyTorch calls Watch: their seconds, memory above weights and moments, graphs compiled after the first step.  Tokens/s
-are held against model.flops_per_token (causal) at the rate of one large matmul.
+others have the plain loop below.  What neither says is seen by Watch.  Tokens/s are held against counts.flops_per_token
+(causal) at the rate of one large matmul.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bench import peers
-from bench.measure import ROOT, choose, matmul_rate, percent, reset_peak, run_rows, spread, synchronize
+from bench.measure import ROOT, choose, matmul_rate, reset_peak, run_rows, spread, synchronize
 from model import ModelConfig
 from stack.config import TrainConfig, load, save_json
 from stack.counts import flops_per_token
@@ -68,24 +67,24 @@ class Watch:
 
     def after(self, optimizer, *_):
         synchronize(self.device)
-        ended = time.perf_counter()
-        self.seconds[optimizer].append(ended - self.started)
-        if len(self.seconds[optimizer]) == 1:
+        ended, times = time.perf_counter(), self.seconds[optimizer]
+        times.append(ended - self.started)
+        if len(times) == 1:
             self.above_held = reset_peak(self.device)  # weights, gradients, moments and the compiler's leftovers
             self.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             self.looking += time.perf_counter() - ended
-        elif len(self.seconds[optimizer]) == self.steps:
+        elif len(times) == self.steps:
             self.peak, self.above = self.above_imports(), self.above_held()  # after the run is too late
 
     def seen(self) -> dict:
         weights = sum(p.nbytes for o in self.seconds for group in o.param_groups for p in group["params"])
         moments = sum(t.nbytes for o in self.seconds for state in o.state.values() for t in state.values()
                       if torch.is_tensor(t))
-        if self.above is not None:  # the gradients were among what was held
-            self.above = round(self.above + weights / 2**20, 1)
         return dict(recompiled=torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs,
                     optimizer_seconds=sum(statistics.median(times[2:]) for times in self.seconds.values()),
-                    peak_mib=self.peak, step_mib=self.above, state_mib=round((2 * weights + moments) / 2**20, 1))
+                    peak_mib=self.peak, state_mib=round((2 * weights + moments) / 2**20, 1),
+                    # the gradients were among what was held
+                    step_mib=None if self.above is None else round(self.above + weights / 2**20, 1))
 
 
 def write_data(folder, model_cfg: ModelConfig, cfg: TrainConfig):
@@ -123,9 +122,8 @@ def peer_steps(args, model_cfg: ModelConfig, cfg: TrainConfig, device) -> list[d
     peer, how = args.row.rsplit(" ", 1)
     model, loss_of = peers.trained(peer, model_cfg, device)
     loss_of = torch.compile(loss_of) if how == "compiled" else loss_of
-    params = list(model.train().parameters())
-    optimizer, = make_optimizers(model, optimizer="adamw", adamw_lr=cfg.adamw_lr, weight_decay=cfg.weight_decay,
-                                 betas=(cfg.beta1, cfg.beta2))
+    optimizer, = make_optimizers(model.train(), optimizer="adamw", adamw_lr=cfg.adamw_lr, betas=(cfg.beta1, cfg.beta2),
+                                 weight_decay=cfg.weight_decay)
     batches = Batches(TokenData(cfg.data_dir, "train", seq_len=cfg.seq_len), seed=cfg.seed, device=device,
                       micro_batch_size=cfg.micro_batch_size)
 
@@ -136,11 +134,8 @@ def peer_steps(args, model_cfg: ModelConfig, cfg: TrainConfig, device) -> list[d
         with autocast(device, dtype):
             loss = loss_of(x, y, docs if cfg.doc_mask else None)
         loss.backward()
-        grads = [p.grad for p in params if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        if math.isfinite(norm.item()):
-            torch._foreach_mul_(grads, (cfg.grad_clip / (norm + 1e-6)).clamp(max=1) if cfg.grad_clip else 1.0)
-            optimizer.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         synchronize(device)
         took = clock() - start
@@ -154,20 +149,18 @@ def row(args, device) -> dict:
     import torch._inductor.compile_fx  # noqa: F401 (the compiler's own memory is no row's)
     if peer in ("transformers", "litgpt"):
         importlib.import_module(peer)
-    with tempfile.TemporaryDirectory() as folder:
-        cfg = replace(cfg, data_dir=folder)
-        write_data(folder, model_cfg, cfg)
-        watch = Watch(device, 2 + args.repeats)
-        with register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after):
-            lines = our_steps(args, model_cfg, cfg) if peer == "ours" else peer_steps(args, model_cfg, cfg, device)
-    first, *timed = lines[:1] + lines[-args.repeats:]
-    times = [line["step_ms"] / 1e3 for line in timed]
-    shape = peers.gpt2_shape(model_cfg) if peer == "GPT-2" else model_cfg
+    cfg = replace(cfg, data_dir=tempfile.mkdtemp())
+    write_data(cfg.data_dir, model_cfg, cfg)
+    watch = Watch(device, 2 + args.repeats)
+    with register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after):
+        lines = our_steps(args, model_cfg, cfg) if peer == "ours" else peer_steps(args, model_cfg, cfg, device)
+    times = [line["step_ms"] / 1e3 for line in lines[-args.repeats:]]
     return dict(
         row=args.row, tok_per_s=cfg.micro_batch_size * cfg.seq_len / statistics.median(times), **spread(times),
-        first_seconds=first["step_ms"] / 1e3 - watch.looking, loss=first["loss"], **watch.seen(),
-        data_wait=statistics.median(line["data_wait"] for line in timed),
-        flops_per_token=flops_per_token(shape, cfg.seq_len)["causal"])
+        first_seconds=lines[0]["step_ms"] / 1e3 - watch.looking, loss=lines[0]["loss"], **watch.seen(),
+        data_wait=statistics.median(line["data_wait"] for line in lines[-args.repeats:]),
+        flops_per_token=flops_per_token(peers.gpt2_shape(model_cfg) if peer == "GPT-2" else model_cfg,
+                                        cfg.seq_len)["causal"])
 
 
 def run(args, device) -> bool:
@@ -175,27 +168,25 @@ def run(args, device) -> bool:
     rows, dtype = choose(args, step_rows(cfg)), pick_dtype(cfg.dtype, device)
     rate, peak = matmul_rate(device, dtype), peak_flops(device, dtype)
     dtype = str(dtype).removeprefix("torch.")
+    floor = dict(row="floor: the matmuls", tok_per_s=rate / flops_per_token(model_cfg, cfg.seq_len)["causal"])
+    what = (f"Training step, {cfg.micro_batch_size} x {cfg.seq_len} tokens, {cfg.optimizer} (peers: adamw), {dtype}, "
+            f"document masks {'on' if cfg.doc_mask else 'off'}, matmuls {rate / 1e9:,.0f} GFLOP/s, median of "
+            f"{args.repeats}")
 
     def derive(x):
         if x["recompiled"]:
             print(f"bench: row {x['row']!r} compiled {x['recompiled']} graphs after its first step", file=sys.stderr)
-        long = x["optimizer_seconds"] + 16 / cfg.micro_batch_size * (x["seconds"] - x["optimizer_seconds"])
-        flops = x["tok_per_s"] * x["flops_per_token"]
-        return dict(of_floor=flops / rate, mfu=flops / peak if peak else None,
-                    optimizer_share=x["optimizer_seconds"] / x["seconds"],
-                    optimizer_of_16=x["optimizer_seconds"] / long)
+        flops, optimizer = x["tok_per_s"] * x["flops_per_token"], x["optimizer_seconds"]
+        x |= dict(of_floor=flops / rate, mfu=flops / peak if peak else None, optimizer_share=optimizer / x["seconds"],
+                  optimizer_of_16=optimizer / (optimizer + 16 / cfg.micro_batch_size * (x["seconds"] - optimizer)))
 
     def table(results):
         best = max((x["tok_per_s"] for x in results if x["row"].endswith("compiled")), default=None)
-        floor = dict(row="floor: the matmuls", tok_per_s=rate / flops_per_token(model_cfg, cfg.seq_len)["causal"])
-        return (f"Training step, {cfg.micro_batch_size} x {cfg.seq_len} tokens, {cfg.optimizer} (peers: adamw), "
-                f"{dtype}, document masks {'on' if cfg.doc_mask else 'off'}, matmuls {rate / 1e9:,.0f} GFLOP/s, median "
-                f"of {args.repeats}"), {
+        return what, {
             "": "row", "tokens/s": "tok_per_s", "x best compiled peer": lambda x: best and x["tok_per_s"] / best,
-            "of the floor": percent("of_floor"), "MFU": percent("mfu"), "peak MiB": "peak_mib",
+            "of the floor": "of_floor%", "MFU": "mfu%", "peak MiB": "peak_mib",
             "of it weights, gradients, moments": "state_mib", "first step s": "first_seconds",
-            "optimizer share": percent("optimizer_share"), "with 16 sequences": percent("optimizer_of_16"),
-            "data wait": percent("data_wait"),
+            "optimizer share": "optimizer_share%", "with 16 sequences": "optimizer_of_16%", "data wait": "data_wait%",
         }, [*results, floor]
-    return run_rows(args, device, rows, table, derive, gemm_flops=rate, seq_len=cfg.seq_len,
-                    micro_batch_size=cfg.micro_batch_size, optimizer=cfg.optimizer, doc_mask=cfg.doc_mask, dtype=dtype)
+    return run_rows(args, device, rows, table, derive, gemm_flops=rate, seq_len=cfg.seq_len, dtype=dtype,
+                    micro_batch_size=cfg.micro_batch_size, optimizer=cfg.optimizer, doc_mask=cfg.doc_mask)

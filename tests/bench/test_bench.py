@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import runs
@@ -120,12 +121,12 @@ def test_a_row_that_fails(monkeypatch, capsys):
     assert error.value.code == 1 and "row 'naive' failed: it broke" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(sys, "argv", ["bench.py", "head", *SMALL])
-    assert measure.run_rows(argparse.Namespace(), torch.device("cpu"), ["no such row"], table=None)
+    assert measure.run_rows(argparse.Namespace(folder=""), torch.device("cpu"), ["no such row"], table=None)
     assert "row 'no such row' failed: KeyError" in capsys.readouterr().err
 
 
 @pytest.fixture
-def here(monkeypatch, capsys):
+def here(monkeypatch, capsys, tmp_path):
     """here(*args) -> (exit code, stdout, stderr) of bench.py in this process, its rows too, with nothing compiled."""
     def main(*argv):
         monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, argv)])
@@ -149,6 +150,7 @@ def here(monkeypatch, capsys):
         except SystemExit as end:
             code = end.code or 0
         return code, *capsys.readouterr()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as a row's process has its own
     monkeypatch.setattr(measure, "run_row", run_row)
     monkeypatch.setattr(gpu, "run_row", run_row)
     monkeypatch.setattr(device, "keep_freed_memory", lambda: None)  # is for good, and other tests measure memory
