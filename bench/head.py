@@ -54,10 +54,9 @@ def head_rows(device) -> dict:
         for policy in ("accurate", "auto"):
             options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)
             rows[f"F.linear_cross_entropy {policy}"] = functools.partial(F.linear_cross_entropy, options=options)
-    for name, package, call in (("Liger-Kernel", "liger_kernel", liger),
-                                ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy)):
-        if device.type == "cuda" and peers.installed(package):
-            rows[name] = call
+    packages = {"liger_kernel": ("Liger-Kernel", liger), "cut_cross_entropy": ("cut-cross-entropy", cut_cross_entropy)}
+    if device.type == "cuda":
+        rows |= [packages[name] for name in peers.installed(*packages)]
     arithmetic = kernels.chunk_arithmetic if device.type == "cpu" else compiled.chunk_arithmetic  # as in training
     return rows | {"ours": functools.partial(fused_linear_cross_entropy, arithmetic=arithmetic)}
 

@@ -95,9 +95,8 @@ def spread(times: list[float]) -> dict:
 def choose(args, rows: list[str]) -> list[str]:
     """Those of the rows that were asked for."""
     chosen = args.rows.split(",") if args.rows else rows
-    for row in chosen:
-        if row not in rows:
-            raise ValueError(f"there is no row {row!r} here. Choose from: {', '.join(rows)}.")
+    if unknown := [row for row in chosen if row not in rows]:
+        raise ValueError(f"there is no row {unknown[0]!r} here. Choose from: {', '.join(rows)}.")
     return chosen
 
 

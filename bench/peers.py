@@ -7,8 +7,6 @@ row needs them.
 import functools
 import importlib.util
 import itertools
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +15,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from bench.measure import ROOT
+from bench.measure import reset_peak
 from model import GPT, ModelConfig, generate
-from stack.checkpoint import tensors as checkpoint
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
-from stack.exchange import hf
+from stack.exchange import gguf, hf
 from stack.quantize import quantize_int8
 from stack.twins import fast_decoding
 
@@ -52,8 +49,7 @@ class PlainGPT(nn.Module):
         }) for _ in range(cfg.n_layers)), norm()
         frequencies = cfg.rope_theta ** (-torch.arange(0, D, 2) / D)
         angles = torch.outer(torch.arange(cfg.max_seq_len), frequencies).repeat(1, 2)  # (S, D)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("rope", torch.stack((angles.cos(), angles.sin())), persistent=False)  # (2, S, D)
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
@@ -62,12 +58,12 @@ class PlainGPT(nn.Module):
         """x (B, H, T, D) by position, where positions are not in the stream already."""
         if self.pos_embed is not None:
             return x
-        (a, b), T = x.chunk(2, dim=-1), x.shape[2]
-        return (x * self.cos[:T] + torch.cat((-b, a), dim=-1) * self.sin[:T]).to(x.dtype)
+        (a, b), (cos, sin) = x.chunk(2, dim=-1), self.rope[:, :x.shape[2]]
+        return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
 
     def forward(self, ids, targets, docs=None):
         """ids, targets, docs (B, T), docs or None -> loss ()."""
-        x, D = self.embed(ids), self.cos.shape[1]  # (B, T, C)
+        x, D = self.embed(ids), self.rope.shape[2]  # (B, T, C)
         if self.pos_embed is not None:
             x = x + self.pos_embed.weight[:ids.shape[1]]
         mask = None if docs is None else (docs[:, :, None] == docs[:, None]).tril()[:, None]  # (B, 1, T, T)
@@ -124,38 +120,38 @@ def trained(peer: str, cfg: ModelConfig, device):
 
 
 def decoder(who: str, precision: str, cfg: ModelConfig, device, compile: bool):
-    """(decode(prompts, n_new) -> the first row's new ids, greedily; bytes of weights read per token).
-
-    ours decodes as sample.py does; llama_cpp takes one prompt at a time.
-    """
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    if who == "ours":
-        model = GPT(cfg).to(device, dtype)
-        if precision == "int8":
-            quantize_int8(model)
-        if compile:
-            fast_decoding(model)
-
-        def decode(prompts, n_new):
-            return generate(model, prompts, max_new_tokens=n_new)[0]
-        return decode, sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    """(decode(prompts, n_new) -> the first row's new ids, greedily; bytes of weights read per token; reset_peak's
+    function, from before the weights).  ours decodes as sample.py does; llama_cpp takes one prompt at a time."""
+    path = write_gguf(cfg, Path(tempfile.mkdtemp()), precision) if who == "llama_cpp" else None
+    peak = reset_peak(device)
     if who == "llama_cpp":
         import llama_cpp
-        path, threads = write_gguf(cfg, Path(tempfile.mkdtemp()), precision), torch.get_num_threads()
+        threads = torch.get_num_threads()
         other = llama_cpp.Llama(str(path), n_ctx=cfg.max_seq_len, n_batch=512, n_threads=threads, verbose=False,
                                 n_threads_batch=threads, n_gpu_layers=-1 if device.type == "cuda" else 0)
 
         def decode(prompts, n_new):
             other.reset()  # else it keeps what it has read of an equal prompt
             return list(itertools.islice(other.generate(prompts[0], temp=0.0, repeat_penalty=1.0), n_new))
-        return decode, path.stat().st_size
-    from transformers import GenerationConfig
-    model = transformers_model(cfg).to(device, dtype).eval()
+        return decode, path.stat().st_size, peak
+    model = (GPT if who == "ours" else transformers_model)(cfg)
+    model.to(device, torch.float32 if precision == "fp32" else torch.bfloat16).eval()
+    if precision == "int8":
+        quantize_int8(model)
+    if who == "ours":
+        if compile:
+            fast_decoding(model)
 
-    def decode(prompts, n_new):
-        ids, greedy = torch.tensor(prompts, device=device), GenerationConfig(max_new_tokens=n_new, pad_token_id=0)
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)[0, -n_new:].tolist()
-    return decode, sum(p.nbytes for p in model.parameters())
+        def decode(prompts, n_new):
+            return generate(model, prompts, max_new_tokens=n_new)[0]
+    else:
+        from transformers import GenerationConfig
+
+        def decode(prompts, n_new):
+            ids, greedy = torch.tensor(prompts, device=device), GenerationConfig(max_new_tokens=n_new, pad_token_id=0)
+            rows = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+            return rows[0, -n_new:].tolist()
+    return decode, sum(t.nbytes for t in (*model.parameters(), *model.buffers())), peak  # int8 weights are buffers
 
 
 def made_tokenizer(vocab_size: int) -> Tokenizer:
@@ -167,9 +163,6 @@ def made_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def write_gguf(cfg: ModelConfig, folder: Path, kind: str) -> Path:
-    """A random model as llama.cpp reads it, through convert.py."""
-    checkpoint.save(folder / "run", "ckpt_last", model=GPT(cfg), tokenizer=made_tokenizer(cfg.vocab_size),
-                    model_cfg=cfg, state={"progress": {"step": 0}, "data": None})
-    subprocess.run([sys.executable, ROOT / "convert.py", "gguf", folder / "run", folder / "model.gguf",
-                    "--type", kind], check=True, capture_output=True)
+    """A random model as llama.cpp reads it."""
+    gguf.write(folder / "model.gguf", GPT(cfg), made_tokenizer(cfg.vocab_size), kind, folder)
     return folder / "model.gguf"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bench import peers
-from bench.measure import choose, matmul_rate, read_rate, reset_peak, run_rows, seconds
+from bench.measure import choose, matmul_rate, read_rate, run_rows, seconds
 from bench.step import settings
 from stack.counts import flops_per_token
 
@@ -37,9 +37,9 @@ def row(args, device) -> dict:
     torch.manual_seed(cfg.seed)
     long = max(args.prompt_tokens + args.new_tokens, args.prefill_tokens + 1)
     model_cfg = replace(model_cfg, max_seq_len=max(model_cfg.max_seq_len, long))
-    rng, firsts, peak = np.random.default_rng(0), [], reset_peak(device)
+    rng, firsts = np.random.default_rng(0), []
     who, precision, *how = args.row.split(" ")
-    decode, weight_bytes = peers.decoder(who, precision, model_cfg, device, cfg.compile and not how)
+    decode, weight_bytes, peak = peers.decoder(who, precision, model_cfg, device, cfg.compile and not how)
 
     def timed(rows, n_prompt, n_new):
         prompts = rng.integers(0, model_cfg.vocab_size - 9, (rows, n_prompt)).tolist()
