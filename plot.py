@@ -62,10 +62,10 @@ def main():
               f"{'bits/byte':>11}")
         for run, train, held in rows:
             at = train | held if held.get("step", -1) >= train.get("step", -1) else held | train
-            ends = (train.get("loss"), 9), (held.get("val_loss"), 10), (held.get("val_bpb"), 11)
+            loss, val_loss, bpb = ("" if value is None else f"{value:.4f}" for value in (
+                train.get("loss"), held.get("val_loss"), held.get("val_bpb")))
             print(f"{run:<24}{at['step']:>8,}{at.get('tokens', 0):>16,}{at.get('seconds', 0):>10,.0f}"
-                  f"{at.get('flops', 0):>11.3g}"
-                  + "".join(f"{'' if value is None else f'{value:.4f}':>{width}}" for value, width in ends))
+                  f"{at.get('flops', 0):>11.3g}{loss:>9}{val_loss:>10}{bpb:>11}")
         print(f"saved in {args.out}")
 
 
