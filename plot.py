@@ -13,20 +13,9 @@ ended.  Runs may be under way.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from stack.config import as_command, written_aside
-
-
-def parse(argv):
-    p = argparse.ArgumentParser(prog="plot.py", description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("runs", nargs="+", metavar="out/RUN", help="run folders, as train.py makes them")
-    p.add_argument("--x", choices=("tokens", "seconds", "flops", "step"),
-                   help="horizontal axis (default: tokens, seconds and flops side by side)")
-    p.add_argument("--out", metavar="FILE", default="plot.png", help="picture to write (plot.png)")
-    return p.parse_args(argv)
 
 
 def last_lines(run: str, xs) -> tuple[dict, dict]:
@@ -47,7 +36,13 @@ def last_lines(run: str, xs) -> tuple[dict, dict]:
 
 
 def main():
-    args = parse(sys.argv[1:])
+    p = argparse.ArgumentParser(prog="plot.py", description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("runs", nargs="+", metavar="out/RUN", help="run folders, as train.py makes them")
+    p.add_argument("--x", choices=("tokens", "seconds", "flops", "step"),
+                   help="horizontal axis (default: tokens, seconds and flops side by side)")
+    p.add_argument("--out", metavar="FILE", default="plot.png", help="picture to write (plot.png)")
+    args = p.parse_args()
     with as_command("plot.py"):
         if Path(args.out).is_dir():
             raise ValueError(f"--out {args.out} is a folder.\n  Name a picture in it: --out "

@@ -76,15 +76,12 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str =
     elif remat == "selective":
         block = 4 * C + attention + low * (2 * C + up)
     elif compiled:
-        block = 4 * C + 2 * moments + attention + 2 * dropped  # the input of the block
+        block = 4 * C + 2 * moments + attention + low * (up + F) + 2 * dropped  # 4 * C: the input of the block
         block += low * 3 * C  # both norms' outputs, wo's output
         block += (low * (q + kv) + heads) * cfg.qk_norm  # q and k before their norm
-        block += low * (up + F)
     else:
         copies = (3 + up // F) if low < 4 else 2  # of norm outputs
-        block = 2 * norm + low * copies * C + attention + 2 * dropped
-        block += (8 * (q + kv) + heads) * cfg.qk_norm
-        block += low * 2 * up
+        block = 2 * norm + attention + low * (copies * C + 2 * up) + (8 * (q + kv) + heads) * cfg.qk_norm + 2 * dropped
     ids_and_targets = 16
     return {"block": block, "around": norm + 4 * C + dropped + ids_and_targets}
 

@@ -78,7 +78,8 @@ def report(model, tokenizer, *, counts=None, touched=(), words=()) -> tuple[dict
     if not (head.isfinite().all() and rows.isfinite().all()):
         raise ValueError("the table contains NaN or infinity: the weights are damaged. Try an earlier checkpoint.")
     norms, specials = rows.norm(dim=1).numpy(), sorted(tokenizer.special_ids.values())
-    flagged, order, tokens, never, rare, near, direction = np.zeros(V, bool), [], None, None, None, None, None
+    flagged, order = np.zeros(V, bool), []  # order: of what is flagged, by the first that differs
+    tokens = never = rare = near = direction = None
     reference, source = np.array([i for i in specials if i != tokenizer.boundary_id]), "special tokens"
     if counts is not None:
         order.append(counts)
@@ -125,11 +126,8 @@ def report(model, tokenizer, *, counts=None, touched=(), words=()) -> tuple[dict
 
 def show(tokenizer, i: int) -> str:
     """A token as text, or as its bytes where those are no text of their own: <d9>."""
-    raw = tokenizer.decode_bytes([i])
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return f"<{raw.hex(' ')}>"
+    raw, text = tokenizer.decode_bytes([i]), tokenizer.decode([i])
+    return text if text.encode() == raw else f"<{raw.hex(' ')}>"
 
 
 def one_token(tokenizer, word: str) -> int:
