@@ -110,9 +110,9 @@ def report(model, tokenizer, *, counts=None, touched=(), words=()) -> tuple[dict
     result = {
         "table": {"rows": model.embed.num_embeddings, "ids": V, "d_model": cfg.d_model, "tied": cfg.tie_embeddings,
                   "parameters": tables, "share": tables / sum(p.numel() for p in model.parameters())},
-        **{name: {str(q): float(np.quantile(lengths, q)) for q in QUANTILES} for name, lengths in (
-            ("norm_quantiles", norms),
-            ("distance_to_mean_row_quantiles", (rows - rows.mean(0)).norm(dim=1).numpy()))},
+        "norm_quantiles": {str(q): float(np.quantile(norms, q)) for q in QUANTILES},
+        "distance_to_mean_row_quantiles": dict(zip(map(str, QUANTILES), np.quantile(
+            (rows - rows.mean(0)).norm(dim=1).numpy(), QUANTILES).tolist(), strict=True)),
         "training_tokens": tokens, "never": never, "rare": rare, "unused_direction": direction,
         "undertrained": [row(i) for i in undertrained],
         "special_tokens": [{**row(i), "undertrained": bool(flagged[i])} for i in specials],
