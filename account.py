@@ -5,17 +5,13 @@
 
 Nothing is allocated.  Parameters, FLOPs, cache and optimizer state are counted on the model and the optimizers that
 would be made, so that a changed model.py is counted as changed (stack/counts.py); activations and the loss head are
-arithmetic on ModelConfig (stack/memory.py).  Tests hold each figure against the thing itself.
+arithmetic on ModelConfig (stack/memory.py).  Where conventions differ:
 
-What is counted, where conventions differ:
-
-*Training memory* is the state between steps (fp32 weights and gradients, one fp32 buffer for what Muon owns, two for
-what AdamW owns); under bf16 a copy of every block matrix, from forward to backward; what autograd keeps per token,
-eager or compiled, never attention scores; and the loss head, the usual one beside ours.
-
-*FLOPs* are forward + backward per token.  6N counts parameters only and misses attention; +6LTd adds what a causal
-model needs, +12LTd all T*T scores (PaLM, nanoGPT).  With document masks attention costs less still: for documents of
-geometric length with mean m (a boundary is equally likely everywhere) the mean number of keys has a closed form.
+*Training memory* is fp32 weights and gradients, an fp32 buffer for what Muon owns and two for what AdamW owns; under
+bf16 a copy of every block matrix, from forward to backward; what autograd keeps per token, never attention scores; and
+the loss head, the usual one beside ours.  *FLOPs* are forward + backward per token.  6N counts parameters only and
+misses attention; +6LTd adds what a causal model needs, +12LTd all T*T scores (PaLM, nanoGPT).  Document masks, here of
+documents of geometric length (a boundary is equally likely everywhere), cost less still.
 
 *Hours* are tokens * FLOPs in the +6LTd convention / (peak * MFU).  MFU is the share of a GPU's peak rate that a run
 reaches; nobody can know it beforehand, so there is a column for each of several.  *Decoding* one sequence reads every
@@ -59,11 +55,6 @@ class AccountConfig:
     def problems(self) -> list[str]:
         return [f"{name} ({getattr(self, name)}) must be positive." for name in ("mean_doc_len", "token_budget")
                 if getattr(self, name) < 1]
-
-
-def padded_rows(vocab_size: int, tp: int) -> int:
-    """Vocabulary that splits into `tp` equal slices, each a multiple of 128 rows."""
-    return -(-vocab_size // (TP_MULTIPLE * tp)) * TP_MULTIPLE * tp
 
 
 def run_hours(flops: float, peak_tflops: float, mfu: float) -> float:
@@ -163,7 +154,8 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
     sizes = {V: counts.num_params(replace(cfg, vocab_size=V, vocab_multiple=1)) for V in VOCABULARIES}
     return a | {
         "vocab_size": cfg.vocab_size, "padded_vocab_size": cfg.padded_vocab_size,
-        "padded_vocab_size_by_tp": {tp: padded_rows(cfg.vocab_size, tp) for tp in TP_SIZES},
+        "padded_vocab_size_by_tp": {tp: replace(cfg, vocab_multiple=TP_MULTIPLE * tp).padded_vocab_size
+                                    for tp in TP_SIZES},
         "vocabularies": {V: {"total": n["total"], "table_share": (n["embedding"] + n["head"]) / n["total"]}
                          for V, n in sizes.items()},
     }
@@ -177,92 +169,77 @@ def size(n: float) -> str:
         n /= 1000
 
 
+def row(label: str, value, note: str = "") -> str:
+    return f"  {label:<24}{f'{value:,}' if isinstance(value, int) else value:>18}   {note}".rstrip()
+
+
 def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
-    lines = []
-
-    def section(title):
-        lines.extend(([""] if lines else []) + [title])
-
-    def row(label, value, note=""):
-        value = f"{value:,}" if isinstance(value, int) else value
-        lines.append(f"  {label:<24}{value:>18}{'   ' + note if note else ''}".rstrip())
-
-    section("Parameters")
-    for name, n in a["components"].items():
-        row(name, n, f"{n / a['total']:.1%}")
-    row("total", a["total"], f"{' or '.join(f'{n:,}' for n in a['block_sizes'])} per block x {cfg.n_layers}")
-    row("total tied", a["total_tied"], f"table {a['table_share_tied']:.2%}")
-    row("total untied", a["total_untied"], f"tables {a['table_share_untied']:.2%}")
-    row("loss before training", f"{a['expected_initial_loss']:.2f}", "nats: ln V + d_model * 0.02^2 / 2")
-    lines.extend(f"  {group}" for group in a["groups"])
-
-    section("Weights")
-    notes = {"int8": f"+ {a['int8_row_scales']:,} row scales",
-             "int4": f"{a['int4_groups']:,} groups of {INT4_GROUP}, scale and offset included"}
-    for name in ("float32", "bfloat16", "int8", "int4"):
-        row(name, size(a[f"bytes_{name}"]), notes.get(name, ""))
-
-    section(f"Training memory, {train.micro_batch_size} x {train.seq_len:,} = {a['head_tokens']:,} tokens at a time, "
-            f"{'fp32' if train.dtype == 'float32' else 'bf16 or fp16 on fp32 weights'}")
-    row("state between steps", size(a["train_state_bytes"]),
-        f"{train.optimizer}; AdamW for all: {size(a['train_state_bytes_adamw'])}")
-    row("low-precision weights", size(a["weight_cast_bytes"]),
-        "forward to backward" if train.remat == "none" else "of one block")
-    for kind, per_block in a["activation_bytes_per_token_per_block"].items():
-        per_token = a[f"activation_bytes_per_token_{kind}"]
-        row(f"activations {kind}", size(per_token * a["head_tokens"]), f"{per_token:,} B per token, {per_block:,} of "
-            f"them per block{f', remat {train.remat}' * (train.remat != 'none')}")
-    row("peak eager", size(a["train_peak_bytes"]["eager"]))
-    peak = a["train_peak_bytes"]["compiled"]
-    fits = [name for name, gpu in a["gpus"].items() if peak < 0.9e9 * gpu["memory_gb"]]
-    row("peak compiled", size(peak), f"fits {', '.join(fits) or 'none of these GPUs'}")
-
-    section(f"Loss head, {a['head_tokens']:,} tokens x {a['padded_vocab_size']:,} ids, above hidden states and weight")
-    lines.append(f"  {'':<24}{'held':>18}{'forward peak':>16}{'backward peak':>16}")
-    for kind, head in a["head_bytes"].items():
-        note = f"   {head['chunk']:,} tokens a chunk" if "chunk" in head else ""
-        lines.append(f"  {kind:<24}{size(head['saved']):>18}{size(head['forward_peak']):>16}"
-                     f"{size(head['backward_peak']):>16}{note}")
-
-    section(f"Training FLOPs per token, context {train.seq_len:,}")
-    row("6N", a["flops_6n"])
-    row("6N + 6LTd  causal", a["flops_causal"], f"head {a['flops_head_share_of_forward']:.1%} of forward")
-    row("6N + 12LTd PaLM", a["flops_palm"])
-    row("with document masks", a["flops_doc_masked"], f"mean length {a['mean_doc_len']:,}: "
-        f"{a['mean_keys']['doc_masked']:.0f} keys a query, not {a['mean_keys']['causal']:.0f}")
-    if a["flops_newton_schulz_per_step"]:
-        row("Newton-Schulz per step", a["flops_newton_schulz_per_step"],
-            f"{a['flops_newton_schulz_share']:.2%} of the step's 6N")
-
-    section("The run")
-    row("tokens per step", a["batch_tokens"], f"{a['micro_steps']:g} x {train.micro_batch_size} x {train.seq_len:,} "
-        "on one device")
-    row("steps", a["max_steps"])
-    row("tokens", a["tokens"], f"{a['tokens_per_parameter']:,.0f} per parameter, {a['windows']:,} windows, "
-        f"{size(a['shard_bytes'])} on disk")
-    row("FLOPs (6N + 6LTd)", f"{a['flops_run']:.4g}")
-    row("a budget of", a["budget"]["tokens"], f"tokens (--token_budget) is {a['budget']['steps']:,} steps, "
-        f"{a['budget']['windows']:,} windows")
-
-    section("Hours by the share of peak FLOPs reached (MFU); milliseconds per generated token (bf16, one sequence)")
-    lines.append(f"  {'':<22}{'peak':>12}" + "".join(f"{f'{mfu:.0%}':>9}" for mfu in MFUS) + f"{'bandwidth':>13}"
-                 f"{'first':>9}{f'at {cfg.max_seq_len:,}':>11}")
-    for name, gpu in a["gpus"].items():
-        hours = "".join(f"{h:>9,.{1 if h < 100 else 0}f}" for h in gpu["hours"].values())
-        lines.append(f"  {name:<22}{gpu['peak_tflops']:>5} TFLOPS{hours}{gpu['bandwidth_gb_s']:>8} GB/s"
-                     f"{gpu['decode_ms']['empty']:>9.3f}{gpu['decode_ms']['full']:>11.3f}")
-
-    section("KV cache (bf16)")
-    row("per token", f"{a['kv_cache_bytes_per_token']:,} B", f"{a['kv_cache_bytes_per_token_mha']:,} B with as many KV "
-        "heads as query heads")
-    for T, n_bytes in a["kv_cache_bytes"].items():
-        row(f"at {T:,} tokens", size(n_bytes))
-
-    section("Vocabulary")
-    row("ids, rows", f"{a['vocab_size']:,}, {a['padded_vocab_size']:,}", "on 1, 2, 4, 8 tensor-parallel ranks "
-        + " ".join(f"{n:,}" for n in a["padded_vocab_size_by_tp"].values()))
-    for V, n in a["vocabularies"].items():
-        row(f"with {V:,} ids", n["total"], f"table {n['table_share']:.1%}")
+    """account()'s figures as a page."""
+    fits = [name for name, gpu in a["gpus"].items() if a["train_peak_bytes"]["compiled"] < 0.9e9 * gpu["memory_gb"]]
+    lines = [
+        "Parameters",
+        *(row(name, n, f"{n / a['total']:.1%}") for name, n in a["components"].items()),
+        row("total", a["total"], f"{' or '.join(f'{n:,}' for n in a['block_sizes'])} per block x {cfg.n_layers}"),
+        row("total tied", a["total_tied"], f"table {a['table_share_tied']:.2%}"),
+        row("total untied", a["total_untied"], f"tables {a['table_share_untied']:.2%}"),
+        row("loss before training", f"{a['expected_initial_loss']:.2f}", "nats: ln V + d_model * 0.02^2 / 2"),
+        *(f"  {group}" for group in a["groups"]),
+        "", "Weights",
+        row("float32", size(a["bytes_float32"])),
+        row("bfloat16", size(a["bytes_bfloat16"])),
+        row("int8", size(a["bytes_int8"]), f"+ {a['int8_row_scales']:,} row scales"),
+        row("int4", size(a["bytes_int4"]), f"{a['int4_groups']:,} groups of {INT4_GROUP}, scale and offset included"),
+        "", f"Training memory, {train.micro_batch_size} x {train.seq_len:,} = {a['head_tokens']:,} tokens at a time, "
+            f"{'fp32' if train.dtype == 'float32' else 'bf16 or fp16 on fp32 weights'}",
+        row("state between steps", size(a["train_state_bytes"]),
+            f"{train.optimizer}; AdamW for all: {size(a['train_state_bytes_adamw'])}"),
+        row("low-precision weights", size(a["weight_cast_bytes"]),
+            "forward to backward" if train.remat == "none" else "of one block"),
+        *(row(f"activations {kind}", size(a[f"activation_bytes_per_token_{kind}"] * a["head_tokens"]),
+              f"{a[f'activation_bytes_per_token_{kind}']:,} B per token, {per_block:,} of them per block"
+              f"{f', remat {train.remat}' * (train.remat != 'none')}")
+          for kind, per_block in a["activation_bytes_per_token_per_block"].items()),
+        row("peak eager", size(a["train_peak_bytes"]["eager"])),
+        row("peak compiled", size(a["train_peak_bytes"]["compiled"]),
+            f"fits {', '.join(fits) or 'none of these GPUs'}"),
+        "", f"Loss head, {a['head_tokens']:,} tokens x {a['padded_vocab_size']:,} ids, above hidden states and weight",
+        f"  {'':<24}{'held':>18}{'forward peak':>16}{'backward peak':>16}",
+        *(f"  {kind:<24}{size(head['saved']):>18}{size(head['forward_peak']):>16}{size(head['backward_peak']):>16}"
+          + (f"   {head['chunk']:,} tokens a chunk" if "chunk" in head else "")
+          for kind, head in a["head_bytes"].items()),
+        "", f"Training FLOPs per token, context {train.seq_len:,}",
+        row("6N", a["flops_6n"]),
+        row("6N + 6LTd  causal", a["flops_causal"], f"head {a['flops_head_share_of_forward']:.1%} of forward"),
+        row("6N + 12LTd PaLM", a["flops_palm"]),
+        row("with document masks", a["flops_doc_masked"], f"mean length {a['mean_doc_len']:,}: "
+            f"{a['mean_keys']['doc_masked']:.0f} keys a query, not {a['mean_keys']['causal']:.0f}"),
+        *([row("Newton-Schulz per step", a["flops_newton_schulz_per_step"],
+               f"{a['flops_newton_schulz_share']:.2%} of the step's 6N")] if a["flops_newton_schulz_per_step"] else []),
+        "", "The run",
+        row("tokens per step", a["batch_tokens"],
+            f"{a['micro_steps']:g} x {train.micro_batch_size} x {train.seq_len:,} on one device"),
+        row("steps", a["max_steps"]),
+        row("tokens", a["tokens"], f"{a['tokens_per_parameter']:,.0f} per parameter, {a['windows']:,} windows, "
+            f"{size(a['shard_bytes'])} on disk"),
+        row("FLOPs (6N + 6LTd)", f"{a['flops_run']:.4g}"),
+        row("a budget of", a["budget"]["tokens"], f"tokens (--token_budget) is {a['budget']['steps']:,} steps, "
+            f"{a['budget']['windows']:,} windows"),
+        "", "Hours by the share of peak FLOPs reached (MFU); milliseconds per generated token (bf16, one sequence)",
+        f"  {'':<22}{'peak':>12}" + "".join(f"{f'{mfu:.0%}':>9}" for mfu in MFUS) + f"{'bandwidth':>13}{'first':>9}"
+        f"{f'at {cfg.max_seq_len:,}':>11}",
+        *(f"  {name:<22}{gpu['peak_tflops']:>5} TFLOPS"
+          + "".join(f"{h:>9,.{1 if h < 100 else 0}f}" for h in gpu["hours"].values())
+          + f"{gpu['bandwidth_gb_s']:>8} GB/s{gpu['decode_ms']['empty']:>9.3f}{gpu['decode_ms']['full']:>11.3f}"
+          for name, gpu in a["gpus"].items()),
+        "", "KV cache (bf16)",
+        row("per token", f"{a['kv_cache_bytes_per_token']:,} B",
+            f"{a['kv_cache_bytes_per_token_mha']:,} B with as many KV heads as query heads"),
+        *(row(f"at {T:,} tokens", size(n_bytes)) for T, n_bytes in a["kv_cache_bytes"].items()),
+        "", "Vocabulary",
+        row("ids, rows", f"{a['vocab_size']:,}, {a['padded_vocab_size']:,}", "on 1, 2, 4, 8 tensor-parallel ranks "
+            + " ".join(f"{n:,}" for n in a["padded_vocab_size_by_tp"].values())),
+        *(row(f"with {V:,} ids", n["total"], f"table {n['table_share']:.1%}") for V, n in a["vocabularies"].items()),
+    ]
     return "\n".join(lines)
 
 

@@ -65,16 +65,14 @@ def parse(argv):
 
 def data_folder(args, trained: dict) -> Path:
     """--data, or what the run was trained on."""
-    if args.data is not None:
-        return Path(args.data)
-    trained_on = trained.get("data_dir")
-    if trained_on is None:
+    folder = trained.get("data_dir") if args.data is None else args.data
+    if folder is None:
         raise FileNotFoundError(f"{args.run} does not say what data it was trained on.\n"
                                 "  Name a data set: --data data/NAME")
-    if not Path(trained_on).is_dir():
-        raise FileNotFoundError(f"{trained_on}, the data {args.run} was trained on, not found from here.\n"
+    if args.data is None and not Path(folder).is_dir():
+        raise FileNotFoundError(f"{folder}, the data {args.run} was trained on, not found from here.\n"
                                 "  Say where it is: --data FOLDER")
-    return Path(trained_on)
+    return Path(folder)
 
 
 def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
@@ -91,25 +89,34 @@ def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
     return TokenData(folder, split, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
 
 
-def held_out(args, model, tokenizer, trained: dict, seq_len: int, device) -> dict:
-    """Loss, perplexity and bits per byte over the split."""
+def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
+    """What to print about loss, perplexity and bits per byte over the split; with --quant, of 8 bits too."""
     from tqdm import tqdm
 
     from stack.data.batches import iterate_windows
     from stack.device import pick_dtype
     from stack.metrics import evaluate
+    from stack.quantize import quantize_int8
+    from stack.twins import compile_head
     if seq_len > model.cfg.max_seq_len:
         raise ValueError(f"--seq_len is {seq_len}; {args.run} has a context of {model.cfg.max_seq_len}. Lower it.")
     data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer)
-    n_windows = data.n_windows if args.max_tokens is None else min(max(int(args.max_tokens) // seq_len, 1),
-                                                                   data.n_windows)
-    windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
-    bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
-    result = evaluate(model, bar, tokenizer.token_bytes(), device=device, dtype=pick_dtype(args.dtype, device),
-                      doc_mask=bool(trained.get("doc_mask")))
-    if not math.isfinite(result["loss"]):
-        raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
-    return result
+    n_windows = min(max(int(args.max_tokens or data.n_tokens) // seq_len, 1), data.n_windows)
+    forms, results = {args.split: compile_head} | ({args.quant: quantize_int8} if args.quant else {}), {}
+    for name, prepare in forms.items():
+        windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
+        bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
+        result = evaluate(prepare(model), bar, tokenizer.token_bytes(), device=device,
+                          dtype=pick_dtype(args.dtype, device), doc_mask=bool(trained.get("doc_mask")))
+        if not math.isfinite(result["loss"]):
+            raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
+        results[name] = result
+    if args.json:
+        return json.dumps(results[args.split] | ({"quantized": results[args.quant]} if args.quant else {}))
+    return "\n".join(
+        f"{name}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | "
+        + ("no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte")
+        + f" | {r['tokens']:,} tokens, {r['bytes']:,} bytes" for name, r in results.items())
 
 
 def answers(args, model, tokenizer, device) -> str:
@@ -140,15 +147,13 @@ def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> str:
         touched = [(n, rows_of_batches(data, n // seq_len)) for n in sorted(sizes) if n // seq_len <= data.n_windows]
     result, arrays = embeddings.report(model, tokenizer, counts=counts, touched=touched, words=args.words)
     run = Path(args.run)
-    picture = (run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png"
-    drawn = f"\n\nDrawn in {picture}"
+    result["png"] = str((run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png")
     try:
-        embeddings.plot(arrays, picture)
-        result["png"] = str(picture)
+        embeddings.plot(arrays, result["png"])
     except OSError as error:
         print(f"eval.py: no picture: {error}", file=sys.stderr)
-        result["png"], drawn = None, ""
-    return json.dumps(result) if args.json else embeddings.text(result) + drawn
+        result["png"] = None
+    return json.dumps(result) if args.json else embeddings.text(result)
 
 
 def count_ids(data, max_tokens: float | None):
@@ -161,14 +166,12 @@ def count_ids(data, max_tokens: float | None):
     block = 1 << 24
     with tqdm(total=left, unit="tok", unit_scale=True, leave=False, disable=None, desc="counting") as bar:
         for entry in data.meta["splits"][data.split]["shards"]:
-            shard = open_shard(data.dir / entry["file"])
+            shard = open_shard(data.dir / entry["file"])[:left]
             for start in range(0, len(shard), block):
-                part = np.asarray(shard[start:start + min(block, left)])
+                part = shard[start:start + block]
                 counts += np.bincount(part, minlength=len(counts))
-                left -= len(part)
                 bar.update(len(part))
-                if not left:
-                    return counts
+            left -= len(shard)
     return counts
 
 
@@ -194,23 +197,10 @@ def main():
         seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
         if args.embeddings:
             print(know_table(args, model, tokenizer, trained, seq_len))
-            return
-        if args.choices or args.tasks:
+        elif args.choices or args.tasks:
             print(answers(args, model, tokenizer, device))
-            return
-        from stack.twins import compile_head
-        results = [held_out(args, compile_head(model), tokenizer, trained, seq_len, device)]
-        if args.quant:
-            from stack.quantize import quantize_int8
-            results.append(held_out(args, quantize_int8(model), tokenizer, trained, seq_len, device))
-            results[0]["quantized"] = results[1]
-        if args.json:
-            print(json.dumps(results[0]))
-            return
-        for name, r in zip((args.split, args.quant), results, strict=False):
-            bpb = "no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte"
-            print(f"{name}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | {bpb} | "
-                  f"{r['tokens']:,} tokens, {r['bytes']:,} bytes")
+        else:
+            print(losses(args, model, tokenizer, trained, seq_len, device))
 
 
 if __name__ == "__main__":

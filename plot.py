@@ -13,20 +13,9 @@ ended.  Runs may be under way.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from stack.config import as_command, written_aside
-
-
-def parse(argv):
-    p = argparse.ArgumentParser(prog="plot.py", description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("runs", nargs="+", metavar="out/RUN", help="run folders, as train.py makes them")
-    p.add_argument("--x", choices=("tokens", "seconds", "flops", "step"),
-                   help="horizontal axis (default: tokens, seconds and flops side by side)")
-    p.add_argument("--out", metavar="FILE", default="plot.png", help="picture to write (plot.png)")
-    return p.parse_args(argv)
 
 
 def last_lines(run: str, xs) -> tuple[dict, dict]:
@@ -47,7 +36,13 @@ def last_lines(run: str, xs) -> tuple[dict, dict]:
 
 
 def main():
-    args = parse(sys.argv[1:])
+    p = argparse.ArgumentParser(prog="plot.py", description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("runs", nargs="+", metavar="out/RUN", help="run folders, as train.py makes them")
+    p.add_argument("--x", choices=("tokens", "seconds", "flops", "step"),
+                   help="horizontal axis (default: tokens, seconds and flops side by side)")
+    p.add_argument("--out", metavar="FILE", default="plot.png", help="picture to write (plot.png)")
+    args = p.parse_args()
     with as_command("plot.py"):
         if Path(args.out).is_dir():
             raise ValueError(f"--out {args.out} is a folder.\n  Name a picture in it: --out "
@@ -62,10 +57,10 @@ def main():
               f"{'bits/byte':>11}")
         for run, train, held in rows:
             at = train | held if held.get("step", -1) >= train.get("step", -1) else held | train
-            ends = (train.get("loss"), 9), (held.get("val_loss"), 10), (held.get("val_bpb"), 11)
+            loss, val_loss, bpb = ("" if value is None else f"{value:.4f}" for value in (
+                train.get("loss"), held.get("val_loss"), held.get("val_bpb")))
             print(f"{run:<24}{at['step']:>8,}{at.get('tokens', 0):>16,}{at.get('seconds', 0):>10,.0f}"
-                  f"{at.get('flops', 0):>11.3g}"
-                  + "".join(f"{'' if value is None else f'{value:.4f}':>{width}}" for value, width in ends))
+                  f"{at.get('flops', 0):>11.3g}{loss:>9}{val_loss:>10}{bpb:>11}")
         print(f"saved in {args.out}")
 
 

@@ -54,8 +54,7 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
     """Print args.num_samples continuations of one prompt."""
     from model import generate
     ids = tokenizer.encode(prompt, special=args.special)
-    if ids[:1] != [tokenizer.boundary_id]:
-        ids = [tokenizer.boundary_id, *ids]
+    ids = ids if ids[:1] == [tokenizer.boundary_id] else [tokenizer.boundary_id, *ids]
     limit = model.cfg.max_seq_len
     if len(ids) > limit:
         print(f"sample.py: the prompt has {len(ids)} tokens and the context {limit}: its beginning is left out",

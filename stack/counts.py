@@ -7,10 +7,10 @@ them, else all before it: a layer that looks back less far sets this attribute, 
 """
 
 import re
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from model import GPT, Attention, KVCache, ModelConfig
 
@@ -18,20 +18,12 @@ PARTS = {"embed": "embedding", "pos_embed": "position", "attn": "attention", "ml
          "head": "head"}
 
 
-class _NoValues(TorchFunctionMode):
-    """nn.init does nothing: there are no values on meta, and normal_ would import the compiler there, two seconds."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
 def build(cfg: ModelConfig | GPT) -> GPT:
     """The model of a config, without memory or values; one that is built already is returned as it is."""
     if isinstance(cfg, GPT):
         return cfg
-    with torch.device("meta"), _NoValues():
+    # on meta are no values to draw, and there normal_ would import the compiler, two seconds
+    with torch.device("meta"), mock.patch.object(torch.Tensor, "normal_", lambda tensor, *_, **__: tensor):
         return GPT(cfg)
 
 
@@ -55,10 +47,8 @@ def num_params(cfg: ModelConfig | GPT) -> dict[str, int]:
     looked_up, counts = tables(model), dict.fromkeys(PARTS.values(), 0)
     for name, p in model.named_parameters():
         where = place(name)
-        first = where.split(".")[0]
-        part = "norm" if "norm" in name.rpartition(".")[0] else PARTS.get(first, first)
-        if p in looked_up and name not in ("embed.weight", "pos_embed.weight"):
-            part = where
+        first = where if p in looked_up else "norm" if "norm" in name.rpartition(".")[0] else where.split(".")[0]
+        part = PARTS.get(first, first)
         counts[part] = counts.get(part, 0) + p.numel()
     in_blocks = sum(p.numel() for p in model.blocks.parameters())
     return {**counts, "total": sum(counts.values()), "per_block": in_blocks // len(model.blocks)}
@@ -124,18 +114,12 @@ def describe_groups(optimizers, model: GPT) -> list[str]:
 
     Lookup tables, of an nn.Embedding wherever it stands, are a kind of their own.  What no optimizer moves comes last.
     """
-    names, looked_up = {p: name for name, p in model.named_parameters()}, tables(model)
-    owned = [(type(opt).__name__, [p for group in opt.param_groups for p in group["params"]]) for opt in optimizers]
-    moved = {p for _, params in owned for p in params}
-    owned.append(("no optimizer", [p for p in names if p not in moved]))
-    lines = []
-    for owner, params in owned:
-        kinds = {}
-        for p in params:
-            kind = ("table", "tables") if p in looked_up else ("vector", "vectors") if p.ndim < 2 else (
-                "matrix", "matrices")
-            kinds.setdefault(kind, []).append(p)
-        for kind, some in kinds.items():
-            lines.append(f"{owner}: {len(some)} {kind[len(some) > 1]}, {sum(p.numel() for p in some):,} parameters: "
-                         + ", ".join(dict.fromkeys(place(names[p]) for p in some)))
-    return lines
+    names, looked_up, groups = {p: name for name, p in model.named_parameters()}, tables(model), {}
+    owners = {p: opt for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    for p in dict.fromkeys([*owners, *names]):
+        kind = "table" if p in looked_up else "vector" if p.ndim < 2 else "matrix"
+        groups.setdefault((owners.get(p), kind), []).append(p)
+    plural = {"table": "tables", "vector": "vectors", "matrix": "matrices"}
+    return [f"{type(opt).__name__ if opt else 'no optimizer'}: {len(some)} {kind if len(some) == 1 else plural[kind]}, "
+            f"{sum(p.numel() for p in some):,} parameters: " + ", ".join(dict.fromkeys(place(names[p]) for p in some))
+            for (opt, kind), some in groups.items()]

@@ -28,13 +28,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pick_device(name: str = "auto") -> torch.device:
     """auto = cuda, else mps, else cpu.  Raises ValueError when a named device is not there."""
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = None
+    with contextlib.suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        device = None
     if device is None or device.type not in ("cpu", "cuda", "mps"):
         raise ValueError(f"device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -93,9 +90,7 @@ def keep_freed_memory():
     that the kernel has to zero, which costs as much as the arithmetic on them.  Elsewhere than on glibc: does nothing.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch: large blocks on huge pages
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never shrink the heap
-    except (OSError, AttributeError):
-        pass

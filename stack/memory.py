@@ -1,18 +1,15 @@
 """Bytes that training takes: what lies between steps, what autograd keeps, what the loss head needs.
 
-*Training state* is what lies in memory between steps: fp32 weights and gradients, one fp32 buffer for what Muon owns,
-two for what AdamW owns.
+*Training state*, between steps, is that of the optimizers themselves.  The other two are arithmetic on ModelConfig:
+what a block was changed to keep is not in them.  low = bytes per value of the matmuls' format: 2 for bf16 and fp16, 4
+for fp32.
 
 *Activations* are what autograd keeps per token from forward to backward.  Eager, every operation keeps its own inputs;
 compiled, the block keeps what it cannot cheaply compute again.  Attention scores are never kept (flash attention).
 
 *The loss head* has three figures, because they fall at different moments: bytes held from forward to backward, the peak
 inside forward and the peak inside backward, all above hidden states and weight.  "naive" is
-F.cross_entropy(F.linear(h, W).float()), which holds 4 bytes per logit, then 8, then 12.  Ours forms its gradients in
-forward, one chunk of logits at a time.
-
-The state is that of the optimizers themselves.  The other two are arithmetic on ModelConfig: what a block was changed
-to keep is not in them.  low = bytes per value of the matmuls' format: 2 for bf16 and fp16, 4 for fp32.
+F.cross_entropy(F.linear(h, W).float()), which holds 4 bytes per logit, then 8, then 12.
 """
 
 from inspect import unwrap
@@ -44,12 +41,9 @@ def train_state_bytes(model: GPT, optimizers: list[Optimizer]) -> int:
     Raises ValueError where an optimizer unknown to MOMENTS cannot step without values.
     """
     n_bytes = 4 * sum(p.numel() * (1 + p.requires_grad) for p in model.parameters())
-    for opt in optimizers:
-        params = [p for group in opt.param_groups for p in group["params"]]
-        if type(opt) in MOMENTS:
-            n_bytes += 4 * MOMENTS[type(opt)] * sum(p.numel() for p in params)
-            continue
-        for p in params:
+    n_bytes += 4 * sum(moments * p.numel() for kind, moments in MOMENTS.items() for p in owned(optimizers, kind))
+    for opt in (opt for opt in optimizers if type(opt) not in MOMENTS):
+        for p in owned([opt], type(opt)):
             p.grad = torch.empty_like(p)
         try:
             opt.step()
@@ -82,15 +76,12 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str =
     elif remat == "selective":
         block = 4 * C + attention + low * (2 * C + up)
     elif compiled:
-        block = 4 * C + 2 * moments + attention + 2 * dropped  # the input of the block
+        block = 4 * C + 2 * moments + attention + low * (up + F) + 2 * dropped  # 4 * C: the input of the block
         block += low * 3 * C  # both norms' outputs, wo's output
         block += (low * (q + kv) + heads) * cfg.qk_norm  # q and k before their norm
-        block += low * (up + F)
     else:
         copies = (3 + up // F) if low < 4 else 2  # of norm outputs
-        block = 2 * norm + low * copies * C + attention + 2 * dropped
-        block += (8 * (q + kv) + heads) * cfg.qk_norm
-        block += low * 2 * up
+        block = 2 * norm + attention + low * (copies * C + 2 * up) + (8 * (q + kv) + heads) * cfg.qk_norm + 2 * dropped
     ids_and_targets = 16
     return {"block": block, "around": norm + 4 * C + dropped + ids_and_targets}
 

@@ -38,23 +38,19 @@ def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, ad
     """[Muon, AdamW], or [AdamW] for optimizer="adamw"; over the raw model, whose names stay in the groups."""
     if optimizer not in ("muon", "adamw"):
         raise ValueError(f"optimizer is {optimizer!r}; it must be 'muon' or 'adamw'.")
-    matrices, tables, vectors = [], [], []
+    matrices, rest, groups = [], [], {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             in_muon = optimizer == "muon" and p.ndim == 2 and name.startswith("blocks.")
-            (matrices if in_muon else tables if p.ndim >= 2 else vectors).append((name, p))
-    made = []
-    if matrices:
-        made.append(Muon(matrices, lr=muon_lr, weight_decay=weight_decay))
-    groups = {}  # by decay, and by what the parameters lie on: one call does not take parts and whole tensors
-    for params, decay in ((tables, weight_decay), (vectors, 0.0)):
-        for name, p in params:
-            key = decay, getattr(p, "device_mesh", None)
-            groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append((name, p))
-    groups = list(groups.values())
-    if groups:
-        fused = all(p.device.type in ("cpu", "cuda") for group in groups for _, p in group["params"])
-        made.append(AdamW(groups, lr=adamw_lr, betas=betas, eps=1e-8, fused=fused))
+            (matrices if in_muon else rest).append((name, p))
+    for name, p in sorted(rest, key=lambda named: named[1].ndim < 2):  # tables, then vectors
+        # by decay, and by what the parameters lie on: one call does not take parts and whole tensors
+        decay, mesh = weight_decay if p.ndim >= 2 else 0.0, getattr(p, "device_mesh", None)
+        groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})["params"].append((name, p))
+    made = [Muon(matrices, lr=muon_lr, weight_decay=weight_decay)] if matrices else []
+    if rest:
+        fused = all(p.device.type in ("cpu", "cuda") for _, p in rest)
+        made.append(AdamW(list(groups.values()), lr=adamw_lr, betas=betas, eps=1e-8, fused=fused))
     for opt in made:
         for group in opt.param_groups:
             group["peak_lr"] = group["lr"]
@@ -67,10 +63,8 @@ class Muon(Optimizer):
     def __init__(self, params, *, lr: float, momentum: float = 0.95, weight_decay: float = 0.1,
                  ns_dtype: torch.dtype | None = None):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim != 2:
-                    raise ValueError(f"Muon is for matrices; a parameter of shape {tuple(p.shape)} belongs in AdamW.")
+        if odd := [tuple(p.shape) for group in self.param_groups for p in group["params"] if p.ndim != 2]:
+            raise ValueError(f"Muon is for matrices; a parameter of shape {odd[0]} belongs in AdamW.")
         self.ns_dtype = ns_dtype
         self._buffers, self._parts = {}, {}
 
@@ -78,12 +72,11 @@ class Muon(Optimizer):
     def step(self):
         for group in self.param_groups:
             stacks = {}  # same shape, same arithmetic
-            for p in group["params"]:
-                if p.grad is not None:
-                    if "momentum_buffer" not in self.state[p]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                    sharding = (p.device_mesh, p.placements) if hasattr(p, "device_mesh") else None
-                    stacks.setdefault((p.shape, p.dtype, p.device, sharding), []).append(p)
+            for p in (p for p in group["params"] if p.grad is not None):
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                sharding = (p.device_mesh, p.placements) if hasattr(p, "device_mesh") else None
+                stacks.setdefault((p.shape, p.dtype, p.device, sharding), []).append(p)
             for (shape, _, device, sharding), params in stacks.items():
                 elements = STACK_ELEMENTS.get(device.type, STACK_ELEMENTS["other"])
                 size = max(elements // shape.numel(), 1) * (sharding[0].size() if sharding else 1)
@@ -101,15 +94,14 @@ class Muon(Optimizer):
         update = torch.stack(grads, out=self._buffer("update", (len(params), *first.shape), first.dtype, first.device))
         each = list(update.unbind())
         torch._foreach_lerp_(each, momenta, group["momentum"])  # Nesterov: look ahead by one more gradient
-        dtype = self.ns_dtype or fastest_matmul_dtype(first.device)
         if sharding:
-            self._orthogonalize_sharded(update, (m, k), dtype, *sharding)
+            self._orthogonalize_sharded(update, (m, k), *sharding)
         else:
-            update.copy_(self._orthogonalize(update, dtype))
+            update.copy_(self._orthogonalize(update))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, each, alpha=-group["lr"] * 0.2 * math.sqrt(max(m, k)))
 
-    def _orthogonalize_sharded(self, update, shape: tuple[int, int], dtype, mesh, placements):
+    def _orthogonalize_sharded(self, update, shape: tuple[int, int], mesh, placements):
         """The same for the parts update (n, rows, columns) of n matrices of this shape, in place: each rank puts some
         of them together, and takes them apart again."""
         import torch.distributed as dist
@@ -127,32 +119,25 @@ class Muon(Optimizer):
         full = update.new_empty(n, *shape)
         for (rows, columns), piece in zip(parts, received.split(mine), strict=True):
             full[:, rows[:, None], columns] = piece.view(n, len(rows), len(columns))
-        if n:
-            full = self._orthogonalize(full, dtype)
-        pieces = torch.cat([full[:, rows[:, None], columns].flatten() for rows, columns in parts]).to(dtype)
+        full = self._orthogonalize(full)
+        pieces = torch.cat([full[:, rows[:, None], columns].flatten() for rows, columns in parts])
         returned = pieces.new_empty(sum(theirs))
         dist.all_to_all_single(returned, pieces, theirs, mine, group=group)
         update.copy_(returned.view(update.shape))
 
-    def _orthogonalize(self, update, dtype):
-        """Newton-Schulz of each matrix.  update (n, m, k) -> (n, m, k) in dtype, in a buffer that is reused."""
+    def _orthogonalize(self, update):
+        """Newton-Schulz of each matrix.  update (n, m, k) -> (n, m, k) in ns_dtype, in a buffer that is reused."""
         n, m, k = update.shape
-        small = min(m, k)
+        small, dtype = min(m, k), self.ns_dtype or fastest_matmul_dtype(update.device)
         a, b, c = NS_COEFFICIENTS
         x, y = (self._buffer(name, (n, m, k), dtype, update.device) for name in ("x", "y"))
         gram, poly = (self._buffer(name, (n, small, small), dtype, update.device) for name in ("gram", "poly"))
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)  # (n, 1, 1): no singular value is larger
         x.copy_(update.div_(norm.clamp_(min=1e-7)))
-        for _ in range(NS_STEPS):
-            if m <= k:  # the Gram matrix of the shorter side, from the left or from the right
-                torch.bmm(x, x.mT, out=gram)
-            else:
-                torch.bmm(x.mT, x, out=gram)
+        for _ in range(NS_STEPS):  # the Gram matrix of the shorter side, from the left or from the right
+            torch.bmm(*((x, x.mT) if m <= k else (x.mT, x)), out=gram)
             torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
-            if m <= k:
-                torch.baddbmm(x, poly, x, beta=a, out=y)
-            else:
-                torch.baddbmm(x, x, poly, beta=a, out=y)
+            torch.baddbmm(x, *((poly, x) if m <= k else (x, poly)), beta=a, out=y)
             x, y = y, x
         return x
 
@@ -183,11 +168,9 @@ def parts_of(shape: tuple[int, int], mesh, placements):
 
 def fastest_matmul_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the hardware multiplies it, else fp32.  Newton-Schulz does not need more (nor does Muon's author)."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return torch.bfloat16
-    if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
+    multiplied = (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+                  or device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+    return torch.bfloat16 if multiplied else torch.float32
 
 
 def lr_scale(step: int, *, schedule: str = "wsd", warmup_steps: int, max_steps: int, decay_fraction: float = 0.1,

@@ -47,9 +47,11 @@ def write_report(out_dir, model_cfg, cfg, *, step: int, device: torch.device, dt
                  resume: str):
     """Write out_dir/report.html from the log and what the caller knows: the step reached, the machine, and the command
     `resume` that goes on."""
-    log = read_log(Path(out_dir) / "log.jsonl")
+    log, name = read_log(Path(out_dir) / "log.jsonl"), _text(Path(out_dir).name)
     state = "finished" if step >= cfg.max_steps else "stopped"
-    parts = [f"<h1>{_text(Path(out_dir).name)}</h1>",
+    parts = ["<!doctype html>", "<html lang=en><meta charset=utf-8>",
+             "<meta name=viewport content='width=device-width'>", f"<title>{name}</title>", f"<style>{STYLE}</style>",
+             f"<h1>{name}</h1>",
              f"<p>{state} at step {step:,} of {cfg.max_steps:,}, {datetime.datetime.now():%Y-%m-%d %H:%M}</p>",
              "<div class=columns>", _table("Result", _result(log)), _table("Speed", _speed(log, device)), "</div>",
              "<h2>Curves</h2>", _svg(draw([out_dir], ("tokens", "seconds"))), "<h2>Samples</h2>", *_samples(log),
@@ -58,15 +60,12 @@ def write_report(out_dir, model_cfg, cfg, *, step: int, device: torch.device, dt
                  ("device", machine(device)), ("processes", f"{n_ranks}"),
                  ("matmuls in", str(dtype).removeprefix("torch.")), ("torch", torch.__version__),
                  ("Python", platform.python_version()), ("system", platform.platform())]),
-             _table("Code", _commit() or [("commit", "not known")]), "</div>",
+             _table("Code", _commit()), "</div>",
              "<h2>Go on</h2>", f"<pre>{_text(resume)}\npython sample.py {_text(shlex.quote(str(out_dir)))}</pre>",
              "<h2>Settings</h2>", "<p>Bold: not the default, which follows in brackets.</p>", "<div class=columns>",
-             *[_table(type(c).__name__, _settings(c), raw=True) for c in (model_cfg, cfg)], "</div>"]
+             *[_table(type(c).__name__, _settings(c), raw=True) for c in (model_cfg, cfg)], "</div>", "</html>\n"]
     with written_aside(Path(out_dir) / "report.html") as aside:
-        aside.write_text("<!doctype html>\n<html lang=en><meta charset=utf-8>\n"
-                         "<meta name=viewport content='width=device-width'>\n"
-                         f"<title>{_text(Path(out_dir).name)}</title>\n<style>{STYLE}</style>\n"
-                         + "\n".join(parts) + "\n</html>\n", encoding="utf-8")
+        aside.write_text("\n".join(parts), encoding="utf-8")
 
 
 def _text(value) -> str:
@@ -136,7 +135,7 @@ def _settings(instance):
 
 
 def _commit() -> list[tuple]:
-    """The code's commit and whether files differ from it; empty without git or outside of a checkout."""
+    """The code's commit and whether files differ from it; not known without git or outside of a checkout."""
     def git(*words):
         return subprocess.run(["git", "-C", Path(__file__).parent, *words], capture_output=True, text=True, timeout=10,
                               check=True, errors="replace").stdout.strip()
@@ -145,7 +144,7 @@ def _commit() -> list[tuple]:
         return [("commit", git("log", "-1", "--format=%h %cs, %s")),
                 ("changed since", ", ".join(line[2:].strip() for line in changed) or "nothing")]
     except (OSError, subprocess.SubprocessError):
-        return []
+        return [("commit", "not known")]
 
 
 def _svg(figure) -> str:

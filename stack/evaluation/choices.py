@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from stack.device import autocast
 from stack.exchange import hf
@@ -84,12 +85,11 @@ def log_likelihoods(model, pairs: list[tuple[list[int], list[int]]], *, device, 
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
     for start in tqdm(range(0, len(order), rows), unit="batch", leave=False, disable=None):
         some = order[start:start + rows]
-        x = torch.zeros(len(some), min(max(len(a) + len(b) for a, b in (pairs[i] for i in some)) - 1, limit), dtype=int)
-        y = torch.full_like(x, -100)
-        for row, i in enumerate(some):
-            ids, n = torch.tensor((pairs[i][0] + pairs[i][1])[-limit - 1:]), len(pairs[i][1])
-            x[row, :len(ids) - 1] = ids[:-1]  # what is behind is never seen: attention looks back
-            y[row, len(ids) - 1 - n:len(ids) - 1] = ids[-n:]
+        texts = [(pairs[i][0] + pairs[i][1])[-limit - 1:] for i in some]
+        targets = [[-100] * (len(ids) - 1 - len(pairs[i][1])) + pairs[i][1] for i, ids in zip(some, texts, strict=True)]
+        # filled up behind, which is never seen: attention looks back
+        x = pad_sequence([torch.tensor(ids[:-1]) for ids in texts], batch_first=True)
+        y = pad_sequence([torch.tensor(ids) for ids in targets], batch_first=True, padding_value=-100)
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
             nats = model(x.to(device), y.to(device), reduction="none").view(x.shape).cpu()  # 0 where ignored
         for i, value in zip(some, nats.double().sum(1).tolist(), strict=True):
@@ -149,8 +149,9 @@ def text(results: dict) -> str:
     """Name -> metrics, for people: a line each, with standard errors."""
     def said(metrics, key):
         value, error = metrics[key], metrics.get(f"{key}_stderr")
-        return f"{key} {value:.4f}" + ("" if error is None else f" ± {error:.4f}") if isinstance(value, float) else (
-            f"{value:,} {key}")
+        if not isinstance(value, float):
+            return f"{value:,} {key}"
+        return f"{key} {value:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
     return "\n".join(f"{name}: " + " | ".join(said(metrics, key) for key in metrics if not key.endswith("_stderr"))
                      for name, metrics in results.items())

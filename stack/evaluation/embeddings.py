@@ -9,9 +9,8 @@ published.  Size is no guide: in a tied table every row gets the softmax's gradi
 its push away from the hidden states, and AdamW makes full-sized steps of however small a gradient.  So unused rows end
 up long, not short, and all in one direction.  A row's cosine distance to the mean of rows known to be unused tells it:
 about 1e-5 for rows that never occurred, 1e-3 to 1e-2 for those that occurred a few times, 0.3 and more for the others.
-The known ones are the rows counted 0; without counts, the special tokens that no document holds.  Each is measured
-against the mean of the others.  In an untied model the head's rows show it; its input rows, which nothing moved, are
-only short.
+The known ones are the rows counted 0; without counts, the special tokens that no document holds.  In an untied model
+the head's rows show it; its input rows, which nothing moved, are only short.
 
 *Rows touched.*  A batch of n tokens reads and updates (through the lookup) only the rows it holds: the sum over ids of
 1 - (1 - p)^n, if tokens were drawn independently.  Zipf's law is p ~ 1/rank; real windows touch fewer rows than the
@@ -60,12 +59,11 @@ def unused_distance(rows, reference) -> np.ndarray | None:
 
 def neighbours(rows, ids, candidates, k: int = 6) -> dict[int, list[tuple[int, float]]]:
     """id -> its k nearest (id, cosine) among the candidates, the mean row taken out first.  rows (V, C)."""
-    unit = F.normalize(rows - rows[candidates].mean(0), dim=1)
-    found = {}
+    unit, found = F.normalize(rows - rows[candidates].mean(0), dim=1), {}
     for i in ids:
-        others = torch.as_tensor([c for c in candidates if c != i])
+        others = torch.as_tensor(candidates[candidates != i])
         values, at = (unit[others] @ unit[i]).topk(min(k, len(others)))
-        found[i] = [(int(others[j]), float(v)) for j, v in zip(at, values, strict=True)]
+        found[i] = list(zip(others[at].tolist(), values.tolist(), strict=True))
     return found
 
 
@@ -79,51 +77,46 @@ def report(model, tokenizer, *, counts=None, touched=(), words=()) -> tuple[dict
     rows = model.embed.weight.detach().float().cpu()[:V]
     if not (head.isfinite().all() and rows.isfinite().all()):
         raise ValueError("the table contains NaN or infinity: the weights are damaged. Try an earlier checkpoint.")
-    norms = rows.norm(dim=1).numpy()
-    specials = {i: name for name, i in tokenizer.special_ids.items()}
-    if counts is not None and (counts == 0).sum() > 1:
-        reference, source = np.flatnonzero(counts == 0), "rows that never occur"
-    else:
-        reference, source = np.array([i for i in specials if i != tokenizer.boundary_id]), "special tokens"
+    norms, specials = rows.norm(dim=1).numpy(), sorted(tokenizer.special_ids.values())
+    flagged, order = np.zeros(V, bool), []  # order: of what is flagged, by the first that differs
+    tokens = never = rare = near = direction = None
+    reference, source = np.array([i for i in specials if i != tokenizer.boundary_id]), "special tokens"
+    if counts is not None:
+        order.append(counts)
+        flagged |= counts < RARE
+        tokens, never, rare = (int(n.sum()) for n in (counts, counts == 0, (counts > 0) & (counts < RARE)))
+        if never > 1:
+            reference, source = np.flatnonzero(counts == 0), "rows that never occur"
     distance = unused_distance(head, reference)
-    far = float(np.quantile(distance, 0.95)) if distance is not None else None  # most of a vocabulary can be unused
-    near = None if far is None else NEAR * far
+    if distance is not None:
+        order.append(distance)
+        far = float(np.quantile(distance, 0.95))  # most of a vocabulary can be unused
+        near = NEAR * far
+        flagged |= distance < near
+        direction = {"reference": source, "median_distance": float(np.median(distance)), "far_distance": far,
+                     "threshold": near, "rows": int((distance < near).sum())}
 
     def row(i):
-        return {"id": int(i), "token": show(tokenizer, int(i)), "norm": float(norms[i]),
-                "count": None if counts is None else int(counts[i]),
-                "distance": None if distance is None else float(distance[i])}
+        return {"id": int(i), "token": show(tokenizer, int(i)), **{
+            name: None if values is None else values[i].item()
+            for name, values in (("norm", norms), ("count", counts), ("distance", distance))}}
 
-    flagged = np.zeros(V, bool)
-    if counts is not None:
-        flagged |= counts < RARE
-    if distance is not None:
-        flagged |= distance < near
-    order = np.zeros(V) if distance is None else distance
-    lengths = tokenizer.token_bytes()  # single bytes last: they are there for any text, needed or not
-    undertrained = sorted(np.flatnonzero(flagged),
-                          key=lambda i: (lengths[i] == 1, 0 if counts is None else counts[i], order[i]))
-    trained = np.flatnonzero(~flagged & ~np.isin(np.arange(V), list(specials)))
+    single = tokenizer.token_bytes() == 1  # bytes last: they are there for any text, needed or not
+    undertrained = sorted(np.flatnonzero(flagged), key=lambda i: [key[i] for key in (single, *order)])
+    trained = np.flatnonzero(~flagged & ~np.isin(np.arange(V), specials))
     asked = [one_token(tokenizer, word) for word in words] or _frequent_words(tokenizer, trained, counts)
     near_ids = neighbours(rows, asked, trained) if len(trained) > 1 else {}
-    params = sum(p.numel() for p in model.parameters())
     tables = model.embed.weight.numel() * (1 if cfg.tie_embeddings else 2)
-    p = None if counts is None else counts / counts.sum()
     result = {
         "table": {"rows": model.embed.num_embeddings, "ids": V, "d_model": cfg.d_model, "tied": cfg.tie_embeddings,
-                  "parameters": tables, "share": tables / params},
+                  "parameters": tables, "share": tables / sum(p.numel() for p in model.parameters())},
         "norm_quantiles": {str(q): float(np.quantile(norms, q)) for q in QUANTILES},
-        "distance_to_mean_row_quantiles": {str(q): float(v) for q, v in zip(
-            QUANTILES, np.quantile((rows - rows.mean(0)).norm(dim=1).numpy(), QUANTILES), strict=True)},
-        "training_tokens": None if counts is None else int(counts.sum()),
-        "never": None if counts is None else int((counts == 0).sum()),
-        "rare": None if counts is None else int(((counts > 0) & (counts < RARE)).sum()),
-        "unused_direction": None if distance is None else {
-            "reference": source, "median_distance": float(np.median(distance)), "far_distance": far,
-            "threshold": near, "rows": int((distance < near).sum())},
+        "distance_to_mean_row_quantiles": dict(zip(map(str, QUANTILES), np.quantile(
+            (rows - rows.mean(0)).norm(dim=1).numpy(), QUANTILES).tolist(), strict=True)),
+        "training_tokens": tokens, "never": never, "rare": rare, "unused_direction": direction,
         "undertrained": [row(i) for i in undertrained],
-        "special_tokens": [{**row(i), "undertrained": bool(flagged[i])} for i in sorted(specials)],
-        "rows_touched": [{"tokens": n, "rows": seen, "independent": None if p is None else expected_rows(p, n),
+        "special_tokens": [{**row(i), "undertrained": bool(flagged[i])} for i in specials],
+        "rows_touched": [{"tokens": n, "rows": seen, "independent": tokens and expected_rows(counts / tokens, n),
                           "zipf": expected_rows(zipf(V), n)} for n, seen in touched],
         "neighbours": [{"token": show(tokenizer, i), "near": [
             {"token": show(tokenizer, j), "cosine": c} for j, c in found]} for i, found in near_ids.items()],
@@ -133,18 +126,14 @@ def report(model, tokenizer, *, counts=None, touched=(), words=()) -> tuple[dict
 
 def show(tokenizer, i: int) -> str:
     """A token as text, or as its bytes where those are no text of their own: <d9>."""
-    raw = tokenizer.decode_bytes([i])
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return f"<{raw.hex(' ')}>"
+    raw, text = tokenizer.decode_bytes([i]), tokenizer.decode([i])
+    return text if text.encode() == raw else f"<{raw.hex(' ')}>"
 
 
 def one_token(tokenizer, word: str) -> int:
     """The id of a word that is one token, as it stands or after a space."""
     for text in (word, f" {word}"):
-        ids = tokenizer.encode(text)
-        if len(ids) == 1:
+        if len(ids := tokenizer.encode(text)) == 1:
             return ids[0]
     raise ValueError(f"{word!r} is {len(tokenizer.encode(word))} tokens, and only single tokens have a row.\n"
                      "  Choose a commoner or shorter word.")
@@ -159,48 +148,41 @@ def _frequent_words(tokenizer, trained, counts, n: int = 6) -> list[int]:
 
 def text(r: dict) -> str:
     """The report for people."""
-    t, q = r["table"], r["norm_quantiles"]
-    lines = [f"Table: {t['rows']:,} rows of {t['d_model']} for {t['ids']:,} ids, {'tied' if t['tied'] else 'untied'}: "
-             f"{t['parameters']:,} parameters, {t['share']:.1%} of the model",
-             "Row norms: " + ", ".join(f"{name} {q[key]:.3g}" for key, name in zip(
-                 map(str, QUANTILES), ("least", "1 %", "25 %", "median", "75 %", "99 %", "most"), strict=True)), ""]
-    if r["training_tokens"] is not None:
-        lines.append(f"By counting {r['training_tokens']:,} training tokens: {r['never']:,} rows never occur, "
-                     f"{r['rare']:,} fewer than {RARE} times")
-    else:
-        lines.append("By counting: the training shards are not at hand (--data)")
-    if d := r["unused_direction"]:
-        lines.append(f"By the rows alone: {d['rows']:,} within {d['threshold']:.3g} (cosine distance) of "
-                     f"{d['reference']}; the median is {d['median_distance']:.3g}")
-    else:
-        lines.append("By the rows alone: no two rows are known to be unused, so there is no direction to compare with")
+    t, q, d, counted = r["table"], r["norm_quantiles"].values(), r["unused_direction"], r["training_tokens"] is not None
+    names = ("least", "1 %", "25 %", "median", "75 %", "99 %", "most")  # of QUANTILES
+    untrained = [row["token"] for row in r["special_tokens"] if row["undertrained"]]
+    others = [row for row in r["undertrained"] if row["id"] not in {special["id"] for special in r["special_tokens"]}]
 
     def table(rows):
+        yield f"  {'id':>7}  {'token':<28}{'count' if counted else '':>10}{'norm':>9}{'distance':>12}"
         for row in rows:
-            count = "" if row["count"] is None else f"{row['count']:>10,}"
+            count = f"{row['count']:>10,}" if counted else ""
             distance = "" if row["distance"] is None else f"{row['distance']:>12.2e}"
-            lines.append(f"  {row['id']:>7}  {row['token']!r:<28.28}{count}{row['norm']:>9.3g}{distance}")
+            yield f"  {row['id']:>7}  {row['token']!r:<28.28}{count}{row['norm']:>9.3g}{distance}"
 
-    head = f"  {'id':>7}  {'token':<28}{'' if r['training_tokens'] is None else 'count':>10}{'norm':>9}{'distance':>12}"
-    untrained = [row for row in r["special_tokens"] if row["undertrained"]]
-    lines += ["", f"Untrained special tokens: {' '.join(row['token'] for row in untrained) or 'none'}", head]
-    table(r["special_tokens"])
-    special_ids = {row["id"] for row in r["special_tokens"]}
-    others = [row for row in r["undertrained"] if row["id"] not in special_ids]
+    lines = [
+        f"Table: {t['rows']:,} rows of {t['d_model']} for {t['ids']:,} ids, {'tied' if t['tied'] else 'untied'}: "
+        f"{t['parameters']:,} parameters, {t['share']:.1%} of the model",
+        "Row norms: " + ", ".join(f"{name} {value:.3g}" for name, value in zip(names, q, strict=True)), "",
+        f"By counting {r['training_tokens']:,} training tokens: {r['never']:,} rows never occur, {r['rare']:,} fewer "
+        f"than {RARE} times" if counted else "By counting: the training shards are not at hand (--data)",
+        f"By the rows alone: {d['rows']:,} within {d['threshold']:.3g} (cosine distance) of {d['reference']}; the "
+        f"median is {d['median_distance']:.3g}" if d else
+        "By the rows alone: no two rows are known to be unused, so there is no direction to compare with",
+        "", f"Untrained special tokens: {' '.join(untrained) or 'none'}", *table(r["special_tokens"])]
     if others:
-        shown = f", {min(SHOWN, len(others))} of them" if len(others) > SHOWN else ""
-        lines += ["", f"Other undertrained rows: {len(others):,}{shown}", head]
-        table(others[:SHOWN])
+        shown = f", {SHOWN} of them" if len(others) > SHOWN else ""
+        lines += ["", f"Other undertrained rows: {len(others):,}{shown}", *table(others[:SHOWN])]
     if r["rows_touched"]:
         lines += ["", "Rows touched by a batch of          tokens      rows   independent draws   Zipf's law"]
-        for b in r["rows_touched"]:
-            drawn = "" if b["independent"] is None else f"{b['independent']:,.0f}"
-            lines.append(f"{'':<28}{b['tokens']:>14,}{b['rows']:>10,.0f}{drawn:>20}{b['zipf']:>13,.0f}")
+    for b in r["rows_touched"]:
+        drawn = "" if b["independent"] is None else f"{b['independent']:,.0f}"
+        lines.append(f"{'':<28}{b['tokens']:>14,}{b['rows']:>10,.0f}{drawn:>20}{b['zipf']:>13,.0f}")
     if r["neighbours"]:
         lines += ["", "Nearest rows"]
     for n in r["neighbours"]:
         lines.append(f"  {n['token']!r:<16} " + "  ".join(f"{m['token']!r} {m['cosine']:.2f}" for m in n["near"]))
-    return "\n".join(lines)
+    return "\n".join(lines + (["", f"Drawn in {r['png']}"] if r.get("png") else []))
 
 
 def plot(arrays: dict, path):

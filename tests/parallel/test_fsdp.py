@@ -64,9 +64,9 @@ def spy():
         lines[-1] += "+"
         return reduce(*args, **kwargs)
 
-    def counted(self, update, dtype):
+    def counted(self, update):
         lines[-1] += "o" * len(update)
-        return orthogonalize(self, update, dtype)
+        return orthogonalize(self, update)
 
     def step(*args):
         lines.append("")
