@@ -18,10 +18,9 @@ verify checks every checksum of a set and prints its statistics; show decodes on
 
 How it works
 ------------
-Documents are read (sources.py), encoded by a pool of threads (tokenizer.py) and written by one loop (writer.py), where
-everything that can be decided is decided, one document after the other: is it a duplicate, which split is it in, which
-source comes next.  The threads turn text into ids and nothing else, so their number changes nothing, and nothing but
-a few pieces of text per thread is in memory.
+Documents are read (sources.py), encoded by a pool of threads (tokenizer.py) and written by one loop (writer.py), which
+decides everything, one document after the other.  The threads turn text into ids and nothing else, so their number
+changes nothing, and nothing but a few pieces of text per thread is in memory.
 
 Every document goes to train or val by its hash.  Where that leaves one of them empty (a single file, a handful of
 books) the pass is repeated by another rule, and says so: the last val_fraction of the text is val.
@@ -47,7 +46,7 @@ from pathlib import Path
 
 try:
     from stack.data.shards import read_header, read_meta, write_meta
-    from stack.data.sources import Reader, Source
+    from stack.data.sources import UNKNOWN, Reader, Source
     from stack.data.tokenizer import Tokenizer, train_tokenizer
     from stack.data.verify import human, left_out, show, summary, verify
     from stack.data.writer import Output, check_same, clean, fresh, interleaved, locked, start
@@ -58,14 +57,12 @@ except ModuleNotFoundError as error:
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
            "tokenizer_bytes", "seed")  # what decides the bytes of the shards, beside the sources
 BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
-UNKNOWN = 2**60  # bytes of a source, where only the far end knows
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
 OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the command line
+# ---- the command line
 
 
 def parse_args(argv):
@@ -131,14 +128,11 @@ def count(text: str) -> int:
 
 def is_recipe(source: str) -> bool:
     """A .py file that assigns `sources` at its top level; any other is text."""
-    if not source.endswith(".py") or not os.path.isfile(source):
-        return False
     try:
-        body = ast.parse(Path(source).read_bytes()).body
+        body = ast.parse(Path(source).read_bytes()).body if source.endswith(".py") and os.path.isfile(source) else []
     except (SyntaxError, ValueError):
         return False
-    return any(isinstance(target, ast.Name) and target.id == "sources"
-               for node in body if isinstance(node, ast.Assign) for target in node.targets)
+    return any("sources" in map(ast.unparse, node.targets) for node in body if isinstance(node, ast.Assign))
 
 
 def read_recipe(path: str, known: set):
@@ -150,8 +144,8 @@ def read_recipe(path: str, known: set):
     names = {key: value for key, value in names.items()
              if not key.startswith("_") and not callable(value) and type(value) is not type(os)}
     sources, source_keys = names.pop("sources"), {field.name for field in fields(Source)}
-    for where, given, allowed in [(path, names, known)] + [(f"{path}: source {i}", source, source_keys)
-                                                           for i, source in enumerate(sources, 1)]:
+    places = [(f"{path}: source {i}", source, source_keys) for i, source in enumerate(sources, 1)]
+    for where, given, allowed in [(path, names, known), *places]:
         for key in set(given) - allowed:
             near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(key, allowed, 1))
             raise ValueError(f"{where} has {key!r}, which is nothing known.{near}\n  Known are "
@@ -162,8 +156,7 @@ def read_recipe(path: str, known: set):
     return sources, names
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the run
+# ---- the run
 
 
 def make(job):
@@ -280,9 +273,8 @@ def report(job, state):
 
 def disk_needs(job):
     """(bytes that are certainly missing, a sentence for people)."""
-    texts = [None if job.weights else source.text_bytes() for source in job.sources]
     width = 2 if (job.vocab_size or 0) <= 1 << 16 else 4
-    text = min(UNKNOWN if None in texts else sum(texts), job.max_bytes or UNKNOWN)
+    text = min(UNKNOWN if job.weights else sum(source.text_bytes() for source in job.sources), job.max_bytes or UNKNOWN)
     tokens, least = (min(job.max_tokens or UNKNOWN, text // each) for each in (BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN))
     there, free = sum(path.stat().st_size for path in job.folder.glob("*.*")), shutil.disk_usage(job.folder).free
     if text == UNKNOWN and not job.max_tokens:
@@ -297,8 +289,7 @@ def bar(**settings):
     return tqdm(unit_scale=True, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30, **settings)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the tokenizer
+# ---- the tokenizer
 
 
 def get_tokenizer(job, state):
@@ -346,9 +337,8 @@ def sample_texts(job, sample, without_val):
     within = min(job.max_bytes or UNKNOWN, (job.max_tokens or UNKNOWN) * MOST_BYTES_PER_TOKEN)
     sizes = [source.text_bytes() or UNKNOWN for source in job.sources]
     sizes = sizes if job.weights else [min(UNKNOWN, sum(sizes))] * len(sizes)
-    shares = job.weights or [1.0] * len(sizes)
     chances = [1.0 if size == UNKNOWN else min(1.0, job.tokenizer_bytes * share / max(1, min(size, within * share)))
-               for size, share in zip(sizes, shares, strict=True)]
+               for size, share in zip(sizes, job.weights or [1.0] * len(sizes), strict=True)]
     if job.weights or min(chances) < 1:
         sample["part"] = "a sample by weight" if job.weights else f"a random {100 * chances[0]:.2g} %"
     readers = [Reader(source, errors=job.errors, skip_bad=job.skip_bad) for source in job.sources]

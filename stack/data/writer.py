@@ -8,25 +8,24 @@
     output.finish()                   the last shards
 
 *Continuing.*  All decisions are made here, one document after the other, so a run is a function of its documents, and
-its state is small: for each source the place behind its last document, for each split the finished shards and the
-length of the one being filled, the hashes seen.  save() writes it to progress.json when what it speaks of is on disk.
-A new Output cuts the files back to what the state says, whatever a kill left behind, and goes on to the same bytes.
+its state is small.  save() writes it to progress.json when what it speaks of is on disk; a new Output cuts the files
+back to what the state says, whatever a kill left behind, and goes on to the same bytes.
 
 *Split.*  A document is in val if its hash is among the lowest val_fraction of all 64-bit numbers, so more text never
 moves one between train and val.  Where state["tail"] is set, val is the text from that byte on instead.
 
 *Duplicates.*  A document whose hash was seen before, in any source, is dropped.  Up to Seen.LIMIT documents are
-remembered, 8 bytes each (270 MB; twice that for a moment, when they are sorted); later ones are still compared with
-those, but not remembered, which the report says.  That any of 20 million documents is dropped for a hash it only
-shares by accident has a chance of 1 in 90,000.
+remembered (270 MB; twice that for a moment, when they are sorted); later ones are compared with those, but not
+remembered, which the report says.  That any of 20 million is dropped for a hash it shares by accident has a chance of
+1 in 90,000.
 
 *Mixture.*  next_source takes the source with the fewest training tokens for its weight.  So tokens, not documents,
-follow the weights, to within a document at any place: of W tokens in a row a source of weight w, one of n, has w * W,
-give or take D * (1 + w * (n - 2)) at most, D tokens being the longest document.  No order of whole documents does much
-better.  So 1 % of the stream is within 2 points of the weights if documents are short beside it; where it is not, the
-report says up to what length it would be.  The run ends when a source does: what would follow is another mixture.
-Rejected: drawing the source of each document at random; long documents pull the tokens away from the weights.  Cutting
-long ones and laying other sources between the parts; a model trained on that has no long documents.
+follow the weights at any place: of W tokens in a row a source of weight w, one of n, has w * W, give or take
+D * (1 + w * (n - 2)) at most, D tokens being the longest document.  No order of whole documents does much better.  So
+1 % of the stream is within 2 points of the weights if documents are short beside it; else the report says up to what
+length it would be.  The run ends when a source does: what would follow is another mixture.  Rejected: drawing sources
+at random; long documents pull the tokens away from the weights.  Cutting long ones and laying other sources between
+the parts; a model trained on that has no long documents.
 """
 
 import contextlib
@@ -36,10 +35,9 @@ import time
 
 import numpy as np
 
-from stack.data.shards import whole_file, write_shard
+from stack.data.shards import token_blocks, whole_file, write_shard
 
 SAVE_SECONDS = 10  # between two records of progress
-BLOCK = 1 << 20  # tokens of a shard read together
 
 
 def fresh(command):
@@ -139,8 +137,7 @@ class Output:
 
     def __init__(self, job, tokenizer, state):
         self.job, self.state, self.tokenizer = job, state, tokenizer
-        self.splits = {name: Split(job.folder, name, tokenizer, job.shard_tokens, kept)
-                       for name, kept in state["splits"].items()}
+        self.splits = {name: Split(job, name, tokenizer, kept) for name, kept in state["splits"].items()}
         self.seen, self.mixture = Seen(job.folder / "seen.bin", *state["seen"]), Mixture(job.weights, state["bins"])
         self.lengths, self.boundary = tokenizer.token_bytes(), np.array([tokenizer.boundary_id], np.uint32)
         self.val_below = int(job.val_fraction * 2**64)
@@ -217,8 +214,8 @@ class Split:
     from the record before, it is needed again.
     """
 
-    def __init__(self, folder, name, tokenizer, shard_tokens, kept):
-        self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
+    def __init__(self, job, name, tokenizer, kept):
+        self.folder, self.name, self.tokenizer, self.shard_tokens = job.folder, name, tokenizer, job.shard_tokens
         self.shards, self.n_tokens = list(kept["shards"]), kept["tokens"]
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self.lengths = tokenizer.token_bytes()
@@ -249,11 +246,10 @@ class Split:
         totals = {"documents": 0, "bytes": 0}
 
         def blocks():
-            with open(self.part(), "rb") as part:
-                while len(ids := np.fromfile(part, self.dtype, BLOCK)):
-                    totals["documents"] += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
-                    totals["bytes"] += int(self.lengths[ids].sum())
-                    yield ids
+            for ids in token_blocks(self.part(), self.dtype, offset=0):
+                totals["documents"] += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
+                totals["bytes"] += int(self.lengths[ids].sum())
+                yield ids
         entry = write_shard(self.part().with_suffix(".bin"), blocks(), fingerprint=self.tokenizer.fingerprint,
                             vocab_size=self.tokenizer.vocab_size)
         self.shards.append({**entry, **totals})
