@@ -39,9 +39,8 @@ import re
 import runpy
 import shutil
 import sys
-from collections import deque
 from dataclasses import fields
-from itertools import chain
+from itertools import chain, tee
 from pathlib import Path
 
 try:
@@ -112,8 +111,7 @@ def parse_args(argv):
     if args.out is None:
         name = Path(args.source[0].removeprefix("hf:").split(":")[0]).name.split(".")[0].removeprefix("data_")
         args.out = f"data/{re.sub('[^A-Za-z0-9_-]+', '_', name).strip('_') or 'mine'}"
-    args.folder = Path(args.out)
-    weights = [source.get("weight", 0) for source in args.recipe]
+    args.folder, weights = Path(args.out), [source.get("weight", 0) for source in args.recipe]
     args.weights = [weight / sum(weights) for weight in weights] if any(weights) else None
     return args
 
@@ -249,16 +247,10 @@ def encode(job, tokenizer, state):
 
 
 def encoded(reader, tokenizer, workers):
-    """The pieces of a reader with their ids instead of their text; threads encode a little ahead."""
-    ahead = deque()
-
-    def texts():
-        for piece in reader:
-            ahead.append(piece._replace(text=""))
-            yield piece.text
-
-    for ids in tokenizer.encode_documents(texts(), workers):
-        yield ahead.popleft()._replace(ids=ids)
+    """The pieces of a reader with their ids; threads encode a little ahead."""
+    pieces, ahead = tee(reader)
+    for ids in tokenizer.encode_documents((piece.text for piece in pieces), workers):
+        yield next(ahead)._replace(text="", ids=ids)
 
 
 def report(job, state):
@@ -304,12 +296,8 @@ def get_tokenizer(job, state):
     if job.tokenizer:
         tokenizer = load_tokenizer(job.tokenizer)
     else:
-        for without_val in (True, False):  # False: the only documents there are have hashes for val
-            sample = {"bytes": 0, "part": "all"}
-            texts = sample_texts(job, sample, without_val)
-            if first := next(texts, ""):
-                break
-        tokenizer = train_tokenizer(chain([first], texts), job.vocab_size)
+        sample = {"bytes": 0, "part": "all"}
+        tokenizer = train_tokenizer(sample_texts(job, sample), job.vocab_size)
         print(f"tokenizer: {tokenizer.vocab_size:,} ids, trained on {human(sample['bytes'])}: {sample['part']} "
               "of the text")
     tokenizer.save(job.folder)
@@ -328,7 +316,7 @@ def load_tokenizer(name):
     return Tokenizer.load(runs[0] if runs else name)
 
 
-def sample_texts(job, sample, without_val):
+def sample_texts(job, sample, without_val=True):
     """Text to train the tokenizer on: all of it, or about job.tokenizer_bytes picked with a fixed seed.
 
     Where the size of the text is known, pieces from all of it are picked; of a stream it is the beginning.  A mixture
@@ -361,7 +349,9 @@ def sample_texts(job, sample, without_val):
                 sample["bytes"] += size
                 yield piece.text
             if walked >= within:
-                return
+                break
+    if without_val and not sample["bytes"]:  # the only documents there are have hashes for val
+        yield from sample_texts(job, sample, without_val=False)
 
 
 def main(argv):

@@ -1,11 +1,8 @@
 """Where documents come from: files, folders, globs, the standard library, Hugging Face.
 
-    source = Source("texts/")           also "stdlib", "a.txt", "logs/*.jsonl.gz", "hf:NAME[@REVISION][:CONFIG][:SPLIT]"
-    for piece in Reader(source): ...    pieces of documents, in an order that depends on nothing but the input
-
-FORMATS and PACKINGS say what is read; a new kind of file is a line there and a function.  A file that is named, or
-matched by a glob, is text whatever it is called; a folder is searched for the names in FORMATS, without hidden folders
-and __pycache__.  Files come in natural order, part_2 before part_10.
+`for piece in Reader(Source("texts/"))` gives pieces of documents, in an order that depends on nothing but the input.  A
+new kind of file is a line of FORMATS or PACKINGS and a function.  A file that is named, or matched by a glob, is text
+whatever it is called; a folder is searched for the names in FORMATS.  part_2 comes before part_10.
 
 **Bytes are kept.**  Text is read as bytes and decoded as UTF-8 here, never by open(): no line ending is translated, no
 locale is asked.  A byte order mark is dropped, UTF-16 is refused, a byte that is no UTF-8 stops the run with its offset
@@ -38,6 +35,7 @@ import zlib
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -380,10 +378,8 @@ def read_whole(file: File, key: str, skip: int):
 def read_json_lines(file: File, key: str, skip: int):
     """Lines, which end by \\n alone as JSON may hold U+2028."""
     with file.open() as lines:
-        for number in itertools.count(1):
-            line = part = lines.readline(MAX_LINE)
-            if not line:
-                return
+        for number, line in enumerate(iter(partial(lines.readline, MAX_LINE), b""), 1):
+            part = line
             while len(part) == MAX_LINE and not part.endswith(b"\n"):
                 part = lines.readline(MAX_LINE)
                 file.offset += len(part)

@@ -254,10 +254,9 @@ class Tokenizer:
 
 
 class Stream:
-    """Ids in, text out, for printing while a sample grows: holds back the bytes of an unfinished character.
+    """Ids in, text out, for printing while a sample grows: holds back an unfinished character, three bytes at most.
 
-    What push() and flush() return adds up to decode() of the same ids. Bytes that can no longer become a character
-    come out as U+FFFD at once, so nothing is held longer than three bytes.
+    What push() and flush() return adds up to decode() of the same ids.
     """
 
     def __init__(self, tokenizer: Tokenizer):

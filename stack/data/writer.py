@@ -1,12 +1,5 @@
 """From encoded documents to shards: what is kept, where it goes, and how a run that was killed goes on.
 
-    state = start(folder, command)    a new state, or that of the run to be continued; another command's is refused
-    output = Output(job, tokenizer, state)
-    for i, piece in interleaved(...)  pieces of documents of source i, whichever source is next
-    output.take(i, piece)             decide about a piece, and write it
-    output.save()                     between documents: from here on a kill costs only what comes later
-    output.finish()                   the last shards
-
 *Continuing.*  All decisions are made here, one document after the other, so a run is a function of its documents, and
 its state is small.  save() writes it to progress.json when what it speaks of is on disk; a new Output cuts the files
 back to what the state says, whatever a kill left behind, and goes on to the same bytes.
@@ -85,26 +78,21 @@ def _flat(tree, path=""):
     return {key: value for name, branch in items for key, value in _flat(branch, f"{path} {name}".strip()).items()}
 
 
-@contextlib.contextmanager
 def locked(folder):
     """Keep a second run out of the folder, where the system can do that; the lock goes when the process does."""
+    held = contextlib.ExitStack()
     try:
         import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being made by another process.\n  Wait for it, or choose another --out."
-                             ) from None
-        except OSError:  # network file systems without locks
-            pass
-        yield
-    finally:
-        os.close(handle)
+        handle = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.close()
+        raise ValueError(f"{folder} is being made by another process.\n"
+                         "  Wait for it, or choose another --out.") from None
+    except (ImportError, OSError):  # Windows; network file systems without locks
+        pass
+    return held
 
 
 def clean(folder, *patterns):
@@ -210,8 +198,7 @@ class Output:
 class Split:
     """One split on its way to disk: finished shards, and a .part file of bare tokens for the one being filled.
 
-    A shard is made from its .part when that is full.  The .part stays until progress.json has the shard: to continue
-    from the record before, it is needed again.
+    The .part stays until progress.json has the shard made from it: to continue from the record before takes it again.
     """
 
     def __init__(self, job, name, tokenizer, kept):
@@ -270,16 +257,14 @@ class Split:
 
 
 class Seen:
-    """The hashes of the documents so far: in memory, and in a file to continue from.
-
-    A set for the latest, one sorted array for all before them: a Python set of everything takes ten times as much.
-    """
+    """The hashes of the documents so far: in memory, and in a file to continue from."""
 
     LIMIT, RECENT = 1 << 25, 1 << 18
 
     def __init__(self, path, n, not_remembered):
         self.file, self.not_remembered = open(path, "ab", buffering=0), not_remembered
         self.file.truncate(8 * n)
+        # one sorted array for all but the latest: a Python set of everything takes ten times as much
         self.old, self.recent, self.unsaved = np.sort(np.fromfile(path, "<u8", n)), set(), []
 
     def add(self, key: int) -> bool:
