@@ -95,8 +95,7 @@ def parse_args(argv):
     if any(map(is_recipe, args.source)):
         if len(args.source) > 1:
             parser.error(f"a recipe stands alone, without other sources: {' '.join(args.source)}")
-        known = {action.dest for action in parser._actions} - {"help", "source"}
-        recipe, options = read_recipe(args.source[0], known)
+        recipe, options = read_recipe(args.source[0], set(vars(args)) - {"source", "recipe"})
         parser.set_defaults(**{key: value if isinstance(value, bool) else str(value) for key, value in options.items()})
         args = parser.parse_args(argv, argparse.Namespace(recipe=recipe))  # once more: flags win over the recipe
     if args.tokenizer and args.vocab_size:

@@ -38,9 +38,8 @@ from stack.data.shards import HEADER_BYTES, natural, read_listed, read_meta, tok
 class TokenData:
     """The windows of one split. What can be wrong with a data set is found here, before the first step.
 
-    packing: "stream" or "best_fit". fingerprint and vocab_size are those of the tokenizer and the model that the ids
-    will meet, if there are any yet. Foreign shards do not say which tokenizer made them: fingerprint is "" and GPT-2's
-    is presumed.
+    packing: "stream" or "best_fit". fingerprint, vocab_size: of the tokenizer and the model that the ids will meet, if
+    there are any yet. Foreign shards do not say which tokenizer made them: "", and GPT-2's is presumed.
     """
 
     def __init__(self, data_dir: str | Path, split: str, *, seq_len: int, packing: str = "stream",
@@ -236,10 +235,8 @@ def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int 
     max_windows takes that many, evenly spaced and always the same. Ranks take every world_size-th of them, so that sums
     over ranks are the same for any number of ranks; a rank may get none.
     """
-    chosen = np.arange(data.n_windows)
-    if max_windows is not None and max_windows < data.n_windows:
-        chosen = np.arange(max_windows) * data.n_windows // max_windows
-    chosen = chosen[rank::world_size]
+    n = data.n_windows if max_windows is None else min(max_windows, data.n_windows)
+    chosen = (np.arange(n) * data.n_windows // n)[rank::world_size]
     for i in range(0, len(chosen), micro_batch_size):
         yield _to_device([data.window(w) for w in chosen[i:i + micro_batch_size]], torch.device("cpu"))
 

@@ -187,9 +187,9 @@ class Output:
         for split in self.splits.values():
             if split.n_tokens:
                 split.finish_shard()
-        ends = [source.source for source, record in zip(self.job.sources, self.state["sources"], strict=True)
-                if record["done"]]
-        self.state.update(ended=True, mixture=self.mixture.report([source.source for source in self.job.sources], ends))
+        names = [source.source for source in self.job.sources]
+        ends = [name for name, record in zip(names, self.state["sources"], strict=True) if record["done"]]
+        self.state.update(ended=True, mixture=self.mixture.report(names, ends))
         self.save()
         for file in (self.seen.file, *(split.file for split in self.splits.values())):
             file.close()  # Windows deletes no open file
