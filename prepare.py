@@ -18,10 +18,9 @@ verify checks every checksum of a set and prints its statistics; show decodes on
 
 How it works
 ------------
-Documents are read (sources.py), encoded by a pool of threads (tokenizer.py) and written by one loop (writer.py), where
-everything that can be decided is decided, one document after the other: is it a duplicate, which split is it in, which
-source comes next.  The threads turn text into ids and nothing else, so their number changes nothing, and nothing but
-a few pieces of text per thread is in memory.
+Documents are read (sources.py), encoded by a pool of threads (tokenizer.py) and written by one loop (writer.py), which
+decides everything, one document after the other.  The threads turn text into ids and nothing else, so their number
+changes nothing, and nothing but a few pieces of text per thread is in memory.
 
 Every document goes to train or val by its hash.  Where that leaves one of them empty (a single file, a handful of
 books) the pass is repeated by another rule, and says so: the last val_fraction of the text is val.
@@ -40,14 +39,13 @@ import re
 import runpy
 import shutil
 import sys
-from collections import deque
 from dataclasses import fields
-from itertools import chain
+from itertools import chain, tee
 from pathlib import Path
 
 try:
     from stack.data.shards import read_header, read_meta, write_meta
-    from stack.data.sources import Reader, Source
+    from stack.data.sources import UNKNOWN, Reader, Source
     from stack.data.tokenizer import Tokenizer, train_tokenizer
     from stack.data.verify import human, left_out, show, summary, verify
     from stack.data.writer import Output, check_same, clean, fresh, interleaved, locked, start
@@ -58,14 +56,12 @@ except ModuleNotFoundError as error:
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
            "tokenizer_bytes", "seed")  # what decides the bytes of the shards, beside the sources
 BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
-UNKNOWN = 2**60  # bytes of a source, where only the far end knows
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
 OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the command line
+# ---- the command line
 
 
 def parse_args(argv):
@@ -99,8 +95,7 @@ def parse_args(argv):
     if any(map(is_recipe, args.source)):
         if len(args.source) > 1:
             parser.error(f"a recipe stands alone, without other sources: {' '.join(args.source)}")
-        known = {action.dest for action in parser._actions} - {"help", "source"}
-        recipe, options = read_recipe(args.source[0], known)
+        recipe, options = read_recipe(args.source[0], set(vars(args)) - {"source", "recipe"})
         parser.set_defaults(**{key: value if isinstance(value, bool) else str(value) for key, value in options.items()})
         args = parser.parse_args(argv, argparse.Namespace(recipe=recipe))  # once more: flags win over the recipe
     if args.tokenizer and args.vocab_size:
@@ -115,8 +110,7 @@ def parse_args(argv):
     if args.out is None:
         name = Path(args.source[0].removeprefix("hf:").split(":")[0]).name.split(".")[0].removeprefix("data_")
         args.out = f"data/{re.sub('[^A-Za-z0-9_-]+', '_', name).strip('_') or 'mine'}"
-    args.folder = Path(args.out)
-    weights = [source.get("weight", 0) for source in args.recipe]
+    args.folder, weights = Path(args.out), [source.get("weight", 0) for source in args.recipe]
     args.weights = [weight / sum(weights) for weight in weights] if any(weights) else None
     return args
 
@@ -131,14 +125,11 @@ def count(text: str) -> int:
 
 def is_recipe(source: str) -> bool:
     """A .py file that assigns `sources` at its top level; any other is text."""
-    if not source.endswith(".py") or not os.path.isfile(source):
-        return False
     try:
-        body = ast.parse(Path(source).read_bytes()).body
+        body = ast.parse(Path(source).read_bytes()).body if source.endswith(".py") and os.path.isfile(source) else []
     except (SyntaxError, ValueError):
         return False
-    return any(isinstance(target, ast.Name) and target.id == "sources"
-               for node in body if isinstance(node, ast.Assign) for target in node.targets)
+    return any("sources" in map(ast.unparse, node.targets) for node in body if isinstance(node, ast.Assign))
 
 
 def read_recipe(path: str, known: set):
@@ -150,8 +141,8 @@ def read_recipe(path: str, known: set):
     names = {key: value for key, value in names.items()
              if not key.startswith("_") and not callable(value) and type(value) is not type(os)}
     sources, source_keys = names.pop("sources"), {field.name for field in fields(Source)}
-    for where, given, allowed in [(path, names, known)] + [(f"{path}: source {i}", source, source_keys)
-                                                           for i, source in enumerate(sources, 1)]:
+    places = [(f"{path}: source {i}", source, source_keys) for i, source in enumerate(sources, 1)]
+    for where, given, allowed in [(path, names, known), *places]:
         for key in set(given) - allowed:
             near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(key, allowed, 1))
             raise ValueError(f"{where} has {key!r}, which is nothing known.{near}\n  Known are "
@@ -162,8 +153,7 @@ def read_recipe(path: str, known: set):
     return sources, names
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the run
+# ---- the run
 
 
 def make(job):
@@ -256,16 +246,10 @@ def encode(job, tokenizer, state):
 
 
 def encoded(reader, tokenizer, workers):
-    """The pieces of a reader with their ids instead of their text; threads encode a little ahead."""
-    ahead = deque()
-
-    def texts():
-        for piece in reader:
-            ahead.append(piece._replace(text=""))
-            yield piece.text
-
-    for ids in tokenizer.encode_documents(texts(), workers):
-        yield ahead.popleft()._replace(ids=ids)
+    """The pieces of a reader with their ids; threads encode a little ahead."""
+    pieces, ahead = tee(reader)
+    for ids in tokenizer.encode_documents((piece.text for piece in pieces), workers):
+        yield next(ahead)._replace(text="", ids=ids)
 
 
 def report(job, state):
@@ -280,9 +264,8 @@ def report(job, state):
 
 def disk_needs(job):
     """(bytes that are certainly missing, a sentence for people)."""
-    texts = [None if job.weights else source.text_bytes() for source in job.sources]
     width = 2 if (job.vocab_size or 0) <= 1 << 16 else 4
-    text = min(UNKNOWN if None in texts else sum(texts), job.max_bytes or UNKNOWN)
+    text = min(UNKNOWN if job.weights else sum(source.text_bytes() for source in job.sources), job.max_bytes or UNKNOWN)
     tokens, least = (min(job.max_tokens or UNKNOWN, text // each) for each in (BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN))
     there, free = sum(path.stat().st_size for path in job.folder.glob("*.*")), shutil.disk_usage(job.folder).free
     if text == UNKNOWN and not job.max_tokens:
@@ -297,8 +280,7 @@ def bar(**settings):
     return tqdm(unit_scale=True, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30, **settings)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the tokenizer
+# ---- the tokenizer
 
 
 def get_tokenizer(job, state):
@@ -313,12 +295,8 @@ def get_tokenizer(job, state):
     if job.tokenizer:
         tokenizer = load_tokenizer(job.tokenizer)
     else:
-        for without_val in (True, False):  # False: the only documents there are have hashes for val
-            sample = {"bytes": 0, "part": "all"}
-            texts = sample_texts(job, sample, without_val)
-            if first := next(texts, ""):
-                break
-        tokenizer = train_tokenizer(chain([first], texts), job.vocab_size)
+        sample = {"bytes": 0, "part": "all"}
+        tokenizer = train_tokenizer(sample_texts(job, sample), job.vocab_size)
         print(f"tokenizer: {tokenizer.vocab_size:,} ids, trained on {human(sample['bytes'])}: {sample['part']} "
               "of the text")
     tokenizer.save(job.folder)
@@ -337,7 +315,7 @@ def load_tokenizer(name):
     return Tokenizer.load(runs[0] if runs else name)
 
 
-def sample_texts(job, sample, without_val):
+def sample_texts(job, sample, without_val=True):
     """Text to train the tokenizer on: all of it, or about job.tokenizer_bytes picked with a fixed seed.
 
     Where the size of the text is known, pieces from all of it are picked; of a stream it is the beginning.  A mixture
@@ -346,9 +324,8 @@ def sample_texts(job, sample, without_val):
     within = min(job.max_bytes or UNKNOWN, (job.max_tokens or UNKNOWN) * MOST_BYTES_PER_TOKEN)
     sizes = [source.text_bytes() or UNKNOWN for source in job.sources]
     sizes = sizes if job.weights else [min(UNKNOWN, sum(sizes))] * len(sizes)
-    shares = job.weights or [1.0] * len(sizes)
     chances = [1.0 if size == UNKNOWN else min(1.0, job.tokenizer_bytes * share / max(1, min(size, within * share)))
-               for size, share in zip(sizes, shares, strict=True)]
+               for size, share in zip(sizes, job.weights or [1.0] * len(sizes), strict=True)]
     if job.weights or min(chances) < 1:
         sample["part"] = "a sample by weight" if job.weights else f"a random {100 * chances[0]:.2g} %"
     readers = [Reader(source, errors=job.errors, skip_bad=job.skip_bad) for source in job.sources]
@@ -371,7 +348,9 @@ def sample_texts(job, sample, without_val):
                 sample["bytes"] += size
                 yield piece.text
             if walked >= within:
-                return
+                break
+    if without_val and not sample["bytes"]:  # the only documents there are have hashes for val
+        yield from sample_texts(job, sample, without_val=False)
 
 
 def main(argv):

@@ -163,6 +163,14 @@ def test_the_tokenizers_sample(tmp_path, corpus):
     assert sample(1, max_bytes=2000)[1]["bytes"] <= 2300
 
 
+def test_a_sample_where_all_is_held_out(tmp_path):
+    """The only document there is trains the tokenizer even if its hash puts it in val."""
+    (tmp_path / "a.txt").write_text(prose(1, 50), newline="")
+    job = prepare.parse_args([str(tmp_path / "a.txt"), "--val_fraction", "0.999999999", "--out", "x"])
+    job.sources, told = [prepare.Source(str(tmp_path / "a.txt"))], {"bytes": 0, "part": "all"}
+    assert list(prepare.sample_texts(job, told)) == [prose(1, 50)] and told["part"] == "all"
+
+
 def test_limits(tmp_path, corpus, vocabulary):
     """max_tokens is reached exactly, max_bytes never passed; what is there is the beginning of the whole."""
     common = ["--tokenizer", vocabulary, "--val_fraction", "0"]

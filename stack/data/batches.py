@@ -7,25 +7,21 @@ without a target has y = -100. How a shard becomes windows is the packing:
 *stream* cuts it every seq_len tokens: each token but a shard's first is a target exactly once per epoch, and the rest
 at a shard's end, less than one window, is left out. Most windows begin amid a document whose beginning they lack.
 
-*best_fit* lays documents whole into windows, longest first, each where it leaves the least room. One longer than a
-window fills some, and its tail is laid like any other document. So an epoch has every token exactly once, and no token
-is cut off from the beginning of its document but those that are more than a window behind it (arXiv 2404.10830 has what
-this is good for). Slots that no document fits into hold a boundary each. It goes with document masks: without them a
-document sees its neighbours, which have nothing to do with it. Shards are packed one by one, from the places of their
-boundaries, which reads them all at the start, 1.1 s per GB; kept are 6 bytes for each piece and 4 for each window, 9 kB
-per million tokens in documents of 1,000, so 180 MB per process for 20 billion (0.4 GB of files in memory, one core of
-an AMD EPYC, 2026-11-29). It is done anew at every start, being a function of shards and seq_len: an index on disk would
-be one more thing that can be out of date.
+*best_fit* lays documents whole into windows, longest first, each where it leaves the least room; one longer than a
+window fills some, and its tail is laid like any other. So an epoch has every token once, and no token is cut off from
+the beginning of its document but those more than a window behind it (arXiv 2404.10830 has what this is good for). Slots
+that no document fits into hold a boundary each. It goes with document masks: without them a document sees its
+neighbours. Shards are packed anew at every start, as an index on disk could be out of date: that reads them all, 1.1 s
+per GB, and keeps 9 kB per million tokens in documents of 1,000, 180 MB per process for 20 billion (0.4 GB of files in
+memory, one core of an AMD EPYC, 2026-11-29).
 
-Shards are read by np.fromfile and not through one long-lived memory map. The pages of a map count as resident, so a
-process that has passed over 40 GB of shards looks 40 GB big and may be killed for it; and a file that is cut short
-under a map is a SIGBUS, where a short read is an error that names the file. A read takes 20 microseconds; 10 of them a
-map would save.
+Shards are read by np.fromfile and not through a long-lived memory map, whose pages count as resident: a process that
+has passed over 40 GB of shards looks 40 GB big and may be killed for it. And a file cut short under a map is a SIGBUS,
+where a short read is an error that names the file. A read takes 20 microseconds; 10 of them a map would save.
 
-**Order** is a pure function of (seed, position): sequence s of a run is window order(epoch)[s % n_windows], where
-epoch = s // n_windows and order is one permutation for all ranks. A step takes the next sequences, and ranks only
-divide these among themselves. So there is no state to save: a run resumes from the number of sequences it has consumed,
-on any number of ranks. The permutation is numpy's RandomState's, whose stream never changes between versions.
+**Order** is a pure function of (seed, position): sequence s of a run is window order(epoch)[s % n_windows] of epoch
+s // n_windows. Ranks only divide a step's sequences among themselves, so there is no state to save: a run resumes from
+the number of sequences it has consumed, on any number of ranks.
 """
 
 from collections import deque
@@ -36,15 +32,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stack.data.shards import HEADER_BYTES, natural, read_listed, read_meta
+from stack.data.shards import HEADER_BYTES, natural, read_listed, read_meta, token_blocks
 
 
 class TokenData:
     """The windows of one split. What can be wrong with a data set is found here, before the first step.
 
-    packing: "stream" or "best_fit". fingerprint and vocab_size are those of the tokenizer and the model that the ids
-    will meet, if there are any yet. Foreign shards do not say which tokenizer made them: fingerprint is "" and GPT-2's
-    is presumed.
+    packing: "stream" or "best_fit". fingerprint, vocab_size: of the tokenizer and the model that the ids will meet, if
+    there are any yet. Foreign shards do not say which tokenizer made them: "", and GPT-2's is presumed.
     """
 
     def __init__(self, data_dir: str | Path, split: str, *, seq_len: int, packing: str = "stream",
@@ -125,7 +120,7 @@ class TokenData:
         key, order = self._order
         if key != (epoch, seed):
             order = np.arange(self.n_windows, dtype=np.int32 if self.n_windows < 2**31 else np.int64)
-            np.random.RandomState([seed % 2**32, epoch]).shuffle(order)
+            np.random.RandomState([seed % 2**32, epoch]).shuffle(order)  # its stream never changes between versions
             self._order = (epoch, seed), order
         return order
 
@@ -137,11 +132,9 @@ class Layout:
 
     def __init__(self, path: Path, header, boundary_id: int, seq_len: int):
         found, at = [np.zeros(1, np.int64)], 0  # a shard may begin amid a document; that is a piece as well
-        with open(path, "rb", buffering=0) as file:
-            file.seek(HEADER_BYTES)
-            while len(ids := np.fromfile(file, header.dtype, self.BLOCK)):
-                found.append(np.flatnonzero(ids == boundary_id) + at)
-                at += len(ids)
+        for ids in token_blocks(path, header.dtype, size=self.BLOCK):
+            found.append(np.flatnonzero(ids == boundary_id) + at)
+            at += len(ids)
         documents = np.unique(np.concatenate(found))[:at]  # where they begin; none in an empty shard
         counts = -(-np.diff(documents, append=at) // seq_len)  # pieces of each
         behind = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
@@ -210,17 +203,18 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        while len(self._coming) <= self.AHEAD:
-            self._coming.append(self._pool.submit(self._make, self._next))
-            self._next += self._stride
+        self._begin(self.AHEAD + 1)
         return self._coming.popleft().result()  # raises here what was raised in the thread
 
     def peek(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The next micro batch, which stays the next."""
-        if not self._coming:
+        self._begin(1)
+        return self._coming[0].result()
+
+    def _begin(self, n):
+        while len(self._coming) < n:
             self._coming.append(self._pool.submit(self._make, self._next))
             self._next += self._stride
-        return self._coming[0].result()
 
     def _make(self, first):
         rows = []
@@ -241,10 +235,8 @@ def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int 
     max_windows takes that many, evenly spaced and always the same. Ranks take every world_size-th of them, so that sums
     over ranks are the same for any number of ranks; a rank may get none.
     """
-    chosen = np.arange(data.n_windows)
-    if max_windows is not None and max_windows < data.n_windows:
-        chosen = np.arange(max_windows) * data.n_windows // max_windows
-    chosen = chosen[rank::world_size]
+    n = data.n_windows if max_windows is None else min(max_windows, data.n_windows)
+    chosen = (np.arange(n) * data.n_windows // n)[rank::world_size]
     for i in range(0, len(chosen), micro_batch_size):
         yield _to_device([data.window(w) for w in chosen[i:i + micro_batch_size]], torch.device("cpu"))
 

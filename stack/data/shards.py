@@ -8,11 +8,10 @@ ours there: a header of 256 little-endian int32, then the tokens.
     [0] 20240520   [1] version: 1 = uint16, 2 = uint32   [2] number of tokens
     [3] bytes per token   [4:12] sha256 fingerprint of the tokenizer   [12:14] 64-bit checksum of the token bytes
 
-Words from 3 on are ours, and zero in foreign files. Version 2 is ours as well: ids above 65,535 do not fit uint16, and
-a reader that knows only version 1 has to stop there instead of reading halves of ids. A shard is written under a
-temporary name, synced and renamed, so a file whose name ends in .bin is complete. meta.json holds what headers cannot:
-sources, vocabulary, documents, and the bytes of text that bits per byte needs. A folder of llm.c's shards has no
-meta.json and is read by its file names.
+Words from 3 on are ours, and zero in foreign files. So is version 2: ids above 65,535 do not fit uint16, and a reader
+that knows only version 1 has to stop there instead of reading halves of ids. A file with a name in .bin is complete.
+meta.json holds what headers cannot: sources, vocabulary, documents, and the bytes of text that bits per byte needs. A
+folder of llm.c's shards has no meta.json and is read by its file names.
 """
 
 import contextlib
@@ -132,6 +131,13 @@ def open_shard(path: str | Path) -> np.ndarray:
     return np.memmap(path, header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.n_tokens,))
 
 
+def token_blocks(path: str | Path, dtype: np.dtype, *, offset=HEADER_BYTES, size=1 << 20) -> Iterator[np.ndarray]:
+    """The tokens of a file from byte `offset` on, `size` at a time."""
+    while len(ids := np.fromfile(path, dtype, size, offset=offset)):
+        yield ids
+        offset += ids.nbytes
+
+
 def read_listed(folder: Path, entry: dict, fingerprint: str) -> tuple[Path, Header]:
     """Path and header of a shard, which have to be what meta.json says of it: its entry, the set's tokenizer."""
     path = folder / entry["file"]
@@ -166,11 +172,11 @@ def write_meta(data_dir: str | Path, *, sources, fingerprint: str, vocab_size: i
     splits: {"train": entries, "val": entries}; an entry is a shard's {"file", "tokens", "checksum"} from its writer
     plus "documents" and "bytes" (of their text). sources and extra: whatever JSON a reader may want to know.
     """
+    totals = {split: {key: sum(int(entry[key]) for entry in entries) for key in ("tokens", "documents", "bytes")}
+              for split, entries in splits.items()}
     meta = {"version": META_VERSION, "sources": sources, "tokenizer": fingerprint, "vocab_size": vocab_size,
-            "boundary_id": boundary_id, "data_fingerprint": fingerprint_data(fingerprint, splits), **extra}
-    meta["splits"] = {split: {**{key: sum(int(entry[key]) for entry in entries)
-                                 for key in ("tokens", "documents", "bytes")}, "shards": entries}
-                      for split, entries in splits.items()}
+            "boundary_id": boundary_id, "data_fingerprint": fingerprint_data(fingerprint, splits), **extra,
+            "splits": {split: {**totals[split], "shards": entries} for split, entries in splits.items()}}
     with whole_file(Path(data_dir) / "meta.json") as file:
         json.dump(meta, file, indent=1, ensure_ascii=False)
     return meta
@@ -202,10 +208,8 @@ def _foreign_meta(folder):
         match = re.search(r"(?:^|_)(train|val)(?:_\d+)?\.bin$", path.name)
         if not match or (header := read_header(path)).fingerprint:  # ours without meta.json: prepare.py did not finish
             continue
-        with open(path, "rb") as file:  # no checksum, and reading it all takes minutes: both ends tell files apart
-            ends = file.read(1 << 16)
-            file.seek(max(HEADER_BYTES, path.stat().st_size - (1 << 16)))
-            ends += file.read()
+        raw, end = np.memmap(path, mode="r"), 1 << 16  # no checksum: both ends tell files apart, all would take minutes
+        ends = bytes(raw[:end]) + bytes(raw[max(HEADER_BYTES, len(raw) - end):])
         checksum = hashlib.blake2b(ends, digest_size=8).hexdigest()
         splits.setdefault(match[1], []).append({"file": path.name, "tokens": header.n_tokens, "checksum": checksum})
     if not splits:

@@ -1,21 +1,16 @@
 """Where documents come from: files, folders, globs, the standard library, Hugging Face.
 
-    source = Source("texts/")           also "stdlib", "a.txt", "logs/*.jsonl.gz", "hf:NAME[@REVISION][:CONFIG][:SPLIT]"
-    for piece in Reader(source): ...    pieces of documents, in an order that depends on nothing but the input
-
-A .txt, .md or .py file is one document, so is a line of .jsonl and a row of .parquet; .gz and .zst around any of them
-are opened on the way (FORMATS and PACKINGS: a new kind of file is a line there and a function).  A file that is named,
-or matched by a glob, is read as text whatever it is called; a folder is searched for the names above, without hidden
-folders and __pycache__.  Files come in natural order, part_2 before part_10.
+`for piece in Reader(Source("texts/"))` gives pieces of documents, in an order that depends on nothing but the input.  A
+new kind of file is a line of FORMATS or PACKINGS and a function.  A file that is named, or matched by a glob, is text
+whatever it is called; a folder is searched for the names in FORMATS.  part_2 comes before part_10.
 
 **Bytes are kept.**  Text is read as bytes and decoded as UTF-8 here, never by open(): no line ending is translated, no
 locale is asked.  A byte order mark is dropped, UTF-16 is refused, a byte that is no UTF-8 stops the run with its offset
-(or becomes U+FFFD, counted).  JSON may hold half a surrogate pair, which has no bytes: that becomes U+FFFD too.
+(or becomes U+FFFD, counted, as does half a surrogate pair in JSON, which has no bytes).
 
-**Nothing is held whole.**  A document arrives in pieces of at most PIECE characters, cut where a word begins, so that a
-file of 1 GB on one line costs as much memory as any other.  Its hash, needed before its first token may be written (is
-it a duplicate? which split is it in?), then takes a pass of its own: files above HOLD are read twice.  Where pieces are
-cut depends on the text alone, not on how it was stored.
+**Nothing is held whole.**  A document arrives in pieces of at most PIECE characters, cut where a word begins, so a file
+of 1 GB on one line costs as much memory as any other.  Its hash is needed before its first token is written (is it a
+duplicate? which split is it in?), so files above HOLD are read twice.  Pieces depend on the text alone.
 
 **Positions.**  The last piece of a document carries what to continue from after it: (file, record) for files, the state
 of the stream and the rows since for Hugging Face.  Records before it are skipped without being parsed.
@@ -40,6 +35,7 @@ import zlib
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +45,7 @@ from stack.data.filters import FILTERS
 from stack.data.shards import natural
 from stack.data.tokenizer import cut, to_bytes
 
+UNKNOWN = 2**60  # bytes of a source, where only the far end knows
 UNPACKED_FACTOR = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of text per byte of file, roughly
 PIECE = 1 << 18  # characters in a piece: enough for the tokenizer's speed, few enough to share out among threads
 CHUNK = 1 << 18  # bytes read from a file at a time
@@ -61,8 +58,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 STATE_ROWS = 1000  # rows between two copies of a stream's state: a copy per row costs more than reading the row
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# sources and their files
+# ---- sources and their files
 
 
 @dataclass
@@ -93,10 +89,10 @@ class Source:
         if self.source == "stdlib":
             self.identity["python"] = platform.python_version()
 
-    def text_bytes(self) -> int | None:
-        """About how much text this is; None where only the far end knows."""
-        return None if self.in_hub else sum(size * UNPACKED_FACTOR.get(os.path.splitext(name)[1], 1)
-                                            for size, name in zip(self.sizes, self.names, strict=True))
+    def text_bytes(self) -> int:
+        """About how much text this is, or UNKNOWN."""
+        return UNKNOWN if self.in_hub else sum(size * UNPACKED_FACTOR.get(os.path.splitext(name)[1], 1)
+                                               for size, name in zip(self.sizes, self.names, strict=True))
 
 
 def list_files(source: str) -> tuple[str, list[str]]:
@@ -147,8 +143,7 @@ def _is_stdlib(name: str) -> bool:
             and not {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(folders))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# documents
+# ---- documents
 
 
 class Piece(NamedTuple):
@@ -274,8 +269,7 @@ def hash_file(file: "File"):
     return int.from_bytes(hasher.digest()), file.chunks() if size > HOLD else (data.decode() for data in held)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# bytes
+# ---- bytes
 
 
 class File:
@@ -351,7 +345,7 @@ class Zstd(io.RawIOBase):
         except ImportError:
             raise ImportError(f"{raw.name} needs the package zstandard.\n  Install it with: pip install zstandard"
                               ) from None
-        self.raw, self.packed, self.out, self.frame = raw, b"", memoryview(b""), None
+        self.raw, self.out, self.frame = raw, memoryview(b""), None
         self.new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj  # `zstd --long` needs large windows
 
     def readable(self):
@@ -359,22 +353,20 @@ class Zstd(io.RawIOBase):
 
     def readinto(self, buffer):
         while not self.out:
-            self.packed = self.packed or self.raw.read(self.FEED)
-            if not self.packed:
-                if self.frame:
-                    raise EOFError("it ends in the middle")
+            if packed := self.frame and self.frame.unused_data or self.raw.read(self.FEED):
+                if self.frame is None or self.frame.eof:  # the first frame, or one that follows
+                    self.frame = self.new()
+                self.out = memoryview(self.frame.decompress(packed))
+            elif self.frame and not self.frame.eof:
+                raise EOFError("it ends in the middle")
+            else:
                 return 0
-            self.frame = self.frame or self.new()
-            self.out, self.packed = memoryview(self.frame.decompress(self.packed)), b""
-            if self.frame.eof:  # another frame may follow
-                self.packed, self.frame = self.frame.unused_data, None
         n = min(len(buffer), len(self.out))
         buffer[:n], self.out = self.out[:n], self.out[n:]
         return n
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# formats: (number, text or File, what is wrong with it or "") of the records behind the first `skip`
+# ---- formats: (number, text or File, what is wrong with it or "") of the records behind the first `skip`
 
 
 def read_whole(file: File, key: str, skip: int):
@@ -386,10 +378,8 @@ def read_whole(file: File, key: str, skip: int):
 def read_json_lines(file: File, key: str, skip: int):
     """Lines, which end by \\n alone as JSON may hold U+2028."""
     with file.open() as lines:
-        for number in itertools.count(1):
-            line = part = lines.readline(MAX_LINE)
-            if not line:
-                return
+        for number, line in enumerate(iter(partial(lines.readline, MAX_LINE), b""), 1):
+            part = line
             while len(part) == MAX_LINE and not part.endswith(b"\n"):
                 part = lines.readline(MAX_LINE)
                 file.offset += len(part)
@@ -453,8 +443,7 @@ PACKINGS = {".gz": gzip.open, ".zst": Zstd}  # around any of them: file of packe
 UNPACK_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Hugging Face
+# ---- Hugging Face
 
 
 def open_hub(source: Source, commit: str = ""):

@@ -1,31 +1,27 @@
 """Text to ids and back: byte-level BPE, trained by rustbpe and run by tiktoken.
 
-Ids are laid out as ranks, then special tokens. Ranks 0-255 are the single bytes, so any text can be encoded; each rank
-after them is one learned merge. Text is first cut into pieces by PATTERN (words with their leading space, up to three
-digits, punctuation, white space) and merges never cross pieces. The vocabulary size is what this comes to, never what
-was asked for; the model pads its own matrix.
+Ids are ranks, then special tokens. Ranks 0-255 are the single bytes, so any text can be encoded; each after them is one
+learned merge. Text is first cut into pieces by PATTERN, and merges never cross pieces. The vocabulary size is what this
+comes to, never what was asked for; the model pads its own matrix.
 
-PATTERN is GPT-4's rule as Llama 3 writes it. It has no possessive quantifiers: three regex engines read it (Rust's for
-rustbpe and tiktoken, Oniguruma in Hugging Face's tokenizers after export) and `{1,3}+` means different things to them.
-Written so, tiktoken and tokenizers agree on every code point, and tiktoken runs it a third faster.
+PATTERN is GPT-4's rule as Llama 3 writes it, without possessive quantifiers: `{1,3}+` means different things to the
+three regex engines that read it (Rust's for rustbpe and tiktoken, Oniguruma in Hugging Face's tokenizers after export).
+Written so they agree on every code point, and tiktoken runs it a third faster.
 
-tiktoken and rustbpe are fast and have edges, which are blunted here:
+The two libraries are fast and have edges, which are blunted here:
 
 - a run of white space near a million characters exhausts the regex engine: an error in tiktoken, in rustbpe (and some
-  functions and releases of tiktoken) a panic that is no Exception; and the cost of one piece grows faster than its
-  length. So text is fed in slices of at most SLICE characters, cut before a space that follows a non-space: pieces end
-  there anyhow, so ids are those of the uncut text. Where there is no such place (a megabyte of minified code or of one
-  letter) the cut is hard: exact round trip, a token or two more per slice. Training cuts by the same function;
+  functions and releases of tiktoken) a panic that is no Exception; and the cost of a piece grows faster than its
+  length. So both get slices of at most SLICE characters from cut(): exact round trip always, the ids of the uncut text
+  where a word begins near the cut, a token or two more per slice where none does (a megabyte of minified code);
 - lone surrogates, which a str can hold and UTF-8 cannot, become U+FFFD before either library sees them;
 - special tokens are found here and never by tiktoken, so text that discusses "<|endoftext|>" stays text unless the
   caller says special=True, and no name of a special token can upset its regex;
 - rustbpe only trains. Its encoder loses data on long runs.
 
-Text is encoded as it is, with one exception: a tokenizer that came from elsewhere and was trained on text in NFC
-(Qwen's) has nfc=True, and writes é as one character before it cuts, whichever way it was typed.
-
-The file is JSON that a person can read: tokens in order of rank, as text where they are UTF-8 and as a list of byte
-values where they are not. A sha256 fingerprint over everything that decides ids travels with shards and checkpoints.
+Text is encoded as it is, but by a tokenizer from elsewhere that was trained on text in NFC (Qwen's): nfc=True writes é
+as one character before it cuts, whichever way it was typed. The file is JSON that a person can read: tokens in order of
+rank, as text where they are UTF-8 and as a list of byte values where they are not.
 """
 
 import codecs
@@ -38,7 +34,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -77,11 +73,8 @@ class Tokenizer:
         self.pattern, self.ranks, self.special_ids, self.boundary, self.nfc = pattern, ranks, specials, boundary, nfc
         self.boundary_id: int = specials[boundary]
         self.vocab_size: int = max(ids) + 1  # foreign encodings may have gaps; a gap is an id that is never produced
-        self._bytes = [REPLACEMENT] * self.vocab_size
-        for token, i in ranks.items():
-            self._bytes[i] = token
-        for name, i in specials.items():
-            self._bytes[i] = name.encode()
+        tokens = {i: token for token, i in ranks.items()} | {i: name.encode() for name, i in specials.items()}
+        self._bytes = [tokens.get(i, REPLACEMENT) for i in range(self.vocab_size)]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -101,17 +94,12 @@ class Tokenizer:
         return tiktoken.Encoding("stack100m", pat_str=self.pattern, mergeable_ranks=self.ranks,
                                  special_tokens={BOUNDARY: self.vocab_size})
 
-    @cached_property
-    def _special_pattern(self) -> re.Pattern:
-        names = sorted(self.special_ids, key=len, reverse=True)  # the longest wins where one begins with another
-        return re.compile(f"({'|'.join(map(re.escape, names))})")
-
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of a text. The names of special tokens are text like any other unless special=True."""
         if not special:
             return self.encode_to_numpy(text).tolist()
-        ids = []
-        for i, part in enumerate(self._special_pattern.split(text)):  # text, name, text, name, ..., text
+        ids, names = [], sorted(self.special_ids, key=len, reverse=True)  # the longest wins where one begins another
+        for i, part in enumerate(re.split(f"({'|'.join(map(re.escape, names))})", text)):  # text, name, text, ...
             ids += [self.special_ids[part]] if i % 2 else self.encode(part)
         return ids
 
@@ -138,9 +126,9 @@ class Tokenizer:
         workers = workers or os.cpu_count() or 1
         self._encoding  # built here, else each thread builds it  # noqa: B018
 
-        def encode_group(first, group):
+        def encode_group(group):
             out = []
-            for i, text in enumerate(group, first):
+            for i, text in group:
                 try:
                     out.append(self.encode_to_numpy(text))
                 except Exception as error:
@@ -149,8 +137,8 @@ class Tokenizer:
 
         pool, running = ThreadPoolExecutor(workers, thread_name_prefix="encode"), deque()
         try:
-            for first, group in _grouped(texts):
-                running.append(pool.submit(encode_group, first, group))
+            for group in _grouped(texts):
+                running.append(pool.submit(encode_group, group))
                 if len(running) > 2 * workers:
                     yield from running.popleft().result()
             while running:
@@ -193,22 +181,13 @@ class Tokenizer:
     @staticmethod
     def from_tiktoken(name: str) -> "Tokenizer":
         """One of tiktoken's own encodings ("gpt2", "cl100k_base", ...), ids as they are there. Downloads it once."""
+        import requests
         import tiktoken
-        import tiktoken.load
         if name not in tiktoken.list_encoding_names():
             raise ValueError(f"There is no encoding {name!r} in tiktoken.\n"
                              f"  It has {', '.join(tiktoken.list_encoding_names())}.")
-        read_file = tiktoken.load.read_file
-
-        def read_or_give_up(location):  # tiktoken's own request waits for ever where a network swallows packets
-            if not location.startswith("http"):
-                return read_file(location)
-            import requests
-            reply = requests.get(location, timeout=10)
-            reply.raise_for_status()
-            return reply.content
-
-        tiktoken.load.read_file = read_or_give_up
+        get = requests.get
+        requests.get = partial(get, timeout=10)  # tiktoken's request waits for ever where a network swallows packets
         try:
             encoding = tiktoken.get_encoding(name)
         except (OSError, ValueError) as error:  # no route, no name, proxy, certificate, 404, damaged download
@@ -218,12 +197,12 @@ class Tokenizer:
                 f"tiktoken.get_encoding('{name}')\"\n  Copy the folder cache here and set TIKTOKEN_CACHE_DIR to it."
             ) from error
         finally:
-            tiktoken.load.read_file = read_file
+            requests.get = get
         return Tokenizer(encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens)
 
     def save(self, path: str | Path) -> None:
         """Write the file, or tokenizer.json in a folder; complete or not at all."""
-        path = _file_of(path)
+        path = Path(path, FILE_NAME) if os.path.isdir(path) else Path(path)
         tokens = [None] * (max(self.ranks.values()) + 1)
         for token, rank in self.ranks.items():
             try:
@@ -241,11 +220,10 @@ class Tokenizer:
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
         """Read a file that save() wrote, or tokenizer.json of a folder; a folder of llm.c's shards has GPT-2's."""
-        folder, path = Path(path), _file_of(path)
-        if folder.is_dir() and not path.exists() and not (folder / "meta.json").exists():
-            if any(folder.glob("*_train*.bin")):
-                return Tokenizer.from_tiktoken("gpt2")
+        path = Path(path, FILE_NAME) if os.path.isdir(path) else Path(path)
         if not path.is_file():
+            if any(path.parent.glob("*_train*.bin")) and not (path.parent / "meta.json").exists():
+                return Tokenizer.from_tiktoken("gpt2")
             raise FileNotFoundError(f"{path} not found.\n  A data set's or a run's folder is needed. Make a data set "
                                     "with: python prepare.py SOURCE --out data/NAME")
         needed = f"{FORMAT} version {VERSION} is needed"
@@ -254,10 +232,11 @@ class Tokenizer:
             data = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:  # JSON's and UTF-8's
             raise ValueError(f"{path} is not JSON ({error}); {needed}.\n  {again}") from None
-        found = data.get("format") if isinstance(data, dict) else None
-        if found != FORMAT or data.get("version") != VERSION:
-            kind = "is Hugging Face's tokenizer file" if isinstance(data, dict) and "added_tokens" in data else (
-                f"has format {found!r}, version {data.get('version')!r}" if found else "is no tokenizer of ours")
+        data = data if isinstance(data, dict) else {}
+        found, version = data.get("format"), data.get("version")
+        if (found, version) != (FORMAT, VERSION):
+            kind = "is Hugging Face's tokenizer file" if "added_tokens" in data else (
+                f"has format {found!r}, version {version!r}" if found else "is no tokenizer of ours")
             raise ValueError(f"{path} {kind}; {needed}.\n  Convert its folder with: python "
                              "convert.py import FOLDER out/RUN, or write hf:FOLDER.")
         try:
@@ -275,10 +254,9 @@ class Tokenizer:
 
 
 class Stream:
-    """Ids in, text out, for printing while a sample grows: holds back the bytes of an unfinished character.
+    """Ids in, text out, for printing while a sample grows: holds back an unfinished character, three bytes at most.
 
-    What push() and flush() return adds up to decode() of the same ids. Bytes that can no longer become a character
-    come out as U+FFFD at once, so nothing is held longer than three bytes.
+    What push() and flush() return adds up to decode() of the same ids.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -360,18 +338,12 @@ def _training_slices(texts):
 
 
 def _grouped(texts):
-    """(number of the first text, list of texts): as many texts as reach GROUP characters together."""
-    first, group, size = 0, [], 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
+    """Lists of (number, text): as many texts as reach GROUP characters together."""
+    group, size = [], 0
+    for numbered in enumerate(texts):
+        group.append(numbered)
+        size += len(numbered[1])
         if size >= GROUP:
-            yield first, group
-            first, group, size = first + len(group), [], 0
-    if group:
-        yield first, group
-
-
-def _file_of(path):
-    path = Path(path)
-    return path / FILE_NAME if path.is_dir() else path
+            yield group
+            group, size = [], 0
+    yield group

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from stack.data.shards import fingerprint_data, open_shard, read_listed, read_meta, verify_shard
+from stack.data.shards import fingerprint_data, read_header, read_listed, read_meta, token_blocks, verify_shard
 from stack.data.tokenizer import Tokenizer
 from stack.data.writer import Mixture
 
@@ -69,11 +69,9 @@ def open_set(folder):
 
 
 def blocks(folder, meta, split):
-    """The tokens of a split, at most 2^20 at a time."""
     for shard in meta["splits"][split]["shards"]:
-        tokens = open_shard(folder / shard["file"])
-        for at in range(0, len(tokens), 1 << 20):
-            yield np.array(tokens[at:at + (1 << 20)])
+        path = folder / shard["file"]
+        yield from token_blocks(path, read_header(path).dtype)
 
 
 def verify(folder):

@@ -1,32 +1,24 @@
 """From encoded documents to shards: what is kept, where it goes, and how a run that was killed goes on.
 
-    state = start(folder, command)    a new state, or that of the run to be continued; another command's is refused
-    output = Output(job, tokenizer, state)
-    for i, piece in interleaved(...)  pieces of documents of source i, whichever source is next
-    output.take(i, piece)             decide about a piece, and write it
-    output.save()                     between documents: from here on a kill costs only what comes later
-    output.finish()                   the last shards
-
 *Continuing.*  All decisions are made here, one document after the other, so a run is a function of its documents, and
-its state is small: for each source the place behind its last document, for each split the finished shards and the
-length of the one being filled, the hashes seen.  save() writes it to progress.json when what it speaks of is on disk.
-A new Output cuts the files back to what the state says, whatever a kill left behind, and goes on to the same bytes.
+its state is small.  save() writes it to progress.json when what it speaks of is on disk; a new Output cuts the files
+back to what the state says, whatever a kill left behind, and goes on to the same bytes.
 
 *Split.*  A document is in val if its hash is among the lowest val_fraction of all 64-bit numbers, so more text never
 moves one between train and val.  Where state["tail"] is set, val is the text from that byte on instead.
 
 *Duplicates.*  A document whose hash was seen before, in any source, is dropped.  Up to Seen.LIMIT documents are
-remembered, 8 bytes each (270 MB; twice that for a moment, when they are sorted); later ones are still compared with
-those, but not remembered, which the report says.  That any of 20 million documents is dropped for a hash it only
-shares by accident has a chance of 1 in 90,000.
+remembered (270 MB; twice that for a moment, when they are sorted); later ones are compared with those, but not
+remembered, which the report says.  That any of 20 million is dropped for a hash it shares by accident has a chance of
+1 in 90,000.
 
 *Mixture.*  next_source takes the source with the fewest training tokens for its weight.  So tokens, not documents,
-follow the weights, to within a document at any place: of W tokens in a row a source of weight w, one of n, has w * W,
-give or take D * (1 + w * (n - 2)) at most, D tokens being the longest document.  No order of whole documents does much
-better.  So 1 % of the stream is within 2 points of the weights if documents are short beside it; where it is not, the
-report says up to what length it would be.  The run ends when a source does: what would follow is another mixture.
-Rejected: drawing the source of each document at random; long documents pull the tokens away from the weights.  Cutting
-long ones and laying other sources between the parts; a model trained on that has no long documents.
+follow the weights at any place: of W tokens in a row a source of weight w, one of n, has w * W, give or take
+D * (1 + w * (n - 2)) at most, D tokens being the longest document.  No order of whole documents does much better.  So
+1 % of the stream is within 2 points of the weights if documents are short beside it; else the report says up to what
+length it would be.  The run ends when a source does: what would follow is another mixture.  Rejected: drawing sources
+at random; long documents pull the tokens away from the weights.  Cutting long ones and laying other sources between
+the parts; a model trained on that has no long documents.
 """
 
 import contextlib
@@ -36,10 +28,9 @@ import time
 
 import numpy as np
 
-from stack.data.shards import whole_file, write_shard
+from stack.data.shards import token_blocks, whole_file, write_shard
 
 SAVE_SECONDS = 10  # between two records of progress
-BLOCK = 1 << 20  # tokens of a shard read together
 
 
 def fresh(command):
@@ -87,26 +78,21 @@ def _flat(tree, path=""):
     return {key: value for name, branch in items for key, value in _flat(branch, f"{path} {name}".strip()).items()}
 
 
-@contextlib.contextmanager
 def locked(folder):
     """Keep a second run out of the folder, where the system can do that; the lock goes when the process does."""
+    held = contextlib.ExitStack()
     try:
         import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being made by another process.\n  Wait for it, or choose another --out."
-                             ) from None
-        except OSError:  # network file systems without locks
-            pass
-        yield
-    finally:
-        os.close(handle)
+        handle = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.close()
+        raise ValueError(f"{folder} is being made by another process.\n"
+                         "  Wait for it, or choose another --out.") from None
+    except (ImportError, OSError):  # Windows; network file systems without locks
+        pass
+    return held
 
 
 def clean(folder, *patterns):
@@ -139,8 +125,7 @@ class Output:
 
     def __init__(self, job, tokenizer, state):
         self.job, self.state, self.tokenizer = job, state, tokenizer
-        self.splits = {name: Split(job.folder, name, tokenizer, job.shard_tokens, kept)
-                       for name, kept in state["splits"].items()}
+        self.splits = {name: Split(job, name, tokenizer, kept) for name, kept in state["splits"].items()}
         self.seen, self.mixture = Seen(job.folder / "seen.bin", *state["seen"]), Mixture(job.weights, state["bins"])
         self.lengths, self.boundary = tokenizer.token_bytes(), np.array([tokenizer.boundary_id], np.uint32)
         self.val_below = int(job.val_fraction * 2**64)
@@ -202,9 +187,9 @@ class Output:
         for split in self.splits.values():
             if split.n_tokens:
                 split.finish_shard()
-        ends = [source.source for source, record in zip(self.job.sources, self.state["sources"], strict=True)
-                if record["done"]]
-        self.state.update(ended=True, mixture=self.mixture.report([source.source for source in self.job.sources], ends))
+        names = [source.source for source in self.job.sources]
+        ends = [name for name, record in zip(names, self.state["sources"], strict=True) if record["done"]]
+        self.state.update(ended=True, mixture=self.mixture.report(names, ends))
         self.save()
         for file in (self.seen.file, *(split.file for split in self.splits.values())):
             file.close()  # Windows deletes no open file
@@ -213,12 +198,11 @@ class Output:
 class Split:
     """One split on its way to disk: finished shards, and a .part file of bare tokens for the one being filled.
 
-    A shard is made from its .part when that is full.  The .part stays until progress.json has the shard: to continue
-    from the record before, it is needed again.
+    The .part stays until progress.json has the shard made from it: to continue from the record before takes it again.
     """
 
-    def __init__(self, folder, name, tokenizer, shard_tokens, kept):
-        self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
+    def __init__(self, job, name, tokenizer, kept):
+        self.folder, self.name, self.tokenizer, self.shard_tokens = job.folder, name, tokenizer, job.shard_tokens
         self.shards, self.n_tokens = list(kept["shards"]), kept["tokens"]
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self.lengths = tokenizer.token_bytes()
@@ -249,11 +233,10 @@ class Split:
         totals = {"documents": 0, "bytes": 0}
 
         def blocks():
-            with open(self.part(), "rb") as part:
-                while len(ids := np.fromfile(part, self.dtype, BLOCK)):
-                    totals["documents"] += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
-                    totals["bytes"] += int(self.lengths[ids].sum())
-                    yield ids
+            for ids in token_blocks(self.part(), self.dtype, offset=0):
+                totals["documents"] += int(np.count_nonzero(ids == self.tokenizer.boundary_id))
+                totals["bytes"] += int(self.lengths[ids].sum())
+                yield ids
         entry = write_shard(self.part().with_suffix(".bin"), blocks(), fingerprint=self.tokenizer.fingerprint,
                             vocab_size=self.tokenizer.vocab_size)
         self.shards.append({**entry, **totals})
@@ -274,16 +257,14 @@ class Split:
 
 
 class Seen:
-    """The hashes of the documents so far: in memory, and in a file to continue from.
-
-    A set for the latest, one sorted array for all before them: a Python set of everything takes ten times as much.
-    """
+    """The hashes of the documents so far: in memory, and in a file to continue from."""
 
     LIMIT, RECENT = 1 << 25, 1 << 18
 
     def __init__(self, path, n, not_remembered):
         self.file, self.not_remembered = open(path, "ab", buffering=0), not_remembered
         self.file.truncate(8 * n)
+        # one sorted array for all but the latest: a Python set of everything takes ten times as much
         self.old, self.recent, self.unsaved = np.sort(np.fromfile(path, "<u8", n)), set(), []
 
     def add(self, key: int) -> bool:

@@ -295,3 +295,7 @@ def test_a_folder_of_llm_c_shards_is_a_data_set(tmp_path, names):
     before = train.data_fingerprint
     write_foreign(tmp_path / names[0], np.arange(50156, 50256))
     assert read_meta(tmp_path)["data_fingerprint"] != before
+    write_foreign(tmp_path / names[0], [0] * 100_000)  # of a long one, both ends decide
+    before = read_meta(tmp_path)["data_fingerprint"]
+    write_foreign(tmp_path / names[0], [0] * 99_999 + [1])
+    assert read_meta(tmp_path)["data_fingerprint"] != before
