@@ -133,7 +133,7 @@ def from_theirs(tensors: dict[str, torch.Tensor], cfg: ModelConfig) -> GPT:
     for name in {embed, "lm_head.weight"} & tensors.keys():
         tensors[name] = tensors[name][:cfg.vocab_size]  # their own pad rows go, ours are zero
     shapes = {name: tensor.to("meta", torch.float32) for name, tensor in tensors.items()}
-    _, problems = formulas.logits(settings_to_hf(cfg), shapes, torch.zeros(1, 1, dtype=int, device="meta"))
+    *_, problems = formulas.hidden(settings_to_hf(cfg), shapes, torch.zeros(1, 1, dtype=int, device="meta"))
     if problems:
         more = [f"... and {len(problems) - 8} more."] if len(problems) > 8 else []
         raise ValueError("the tensors do not fit the settings.\n  Is config.json that of these weights?\n  "
