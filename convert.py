@@ -46,7 +46,7 @@ from stack.checkpoint import tensors as checkpoint
 from stack.config import as_command
 from stack.counts import num_params
 from stack.data.tokenizer import Tokenizer
-from stack.exchange import gguf, hf, nanogpt
+from stack.exchange import gguf, hf
 from stack.exchange.card import model_card
 from stack.optim import make_optimizers
 
@@ -199,7 +199,7 @@ def import_model(source, out, tokenizer: str | None):
         raise FileNotFoundError(f"{source} not found.\n  Give a Hugging Face folder on this machine or nanoGPT's file.")
     if tokenizer is not None:
         given = Tokenizer.load(tokenizer) if Path(tokenizer).exists() else Tokenizer.from_tiktoken(tokenizer)
-    model, words = nanogpt.load(source, given) if source.is_file() else hf.load_folder(source, tokenizer=given)
+    model, words = hf.load_nanogpt(source, given) if source.is_file() else hf.load_folder(source, tokenizer=given)
     save(out, model, words, {"train": None, "progress": {"step": 0, "seqs_seen": 0, "bad_steps": 0}, "data": None,
                              "imported_from": source.resolve().name})
     print(f"{out}: {num_params(model.cfg)['total']:,} parameters, {words.vocab_size} ids, documents begin with "
