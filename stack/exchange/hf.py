@@ -106,7 +106,7 @@ def to_theirs(model: GPT) -> dict[str, torch.Tensor]:
         if not tensor.isfinite().all():
             raise ValueError(f"{' and '.join(ours)} has {int((~tensor.isfinite()).sum()):,} values that are NaN or "
                              "infinite: the weights are damaged.\n  Use an earlier checkpoint.")
-        tensors[theirs] = tensor.detach().float().cpu()
+        tensors[theirs] = tensor.float().cpu()
     return {name: tensor.contiguous() for name, tensor in turned(tensors).items()}
 
 
@@ -154,28 +154,26 @@ LEARNED = {"d_model": "n_embd", "n_layers": "n_layer", "n_heads": "n_head", "d_f
            "max_seq_len": "n_positions", "norm_eps": "layer_norm_epsilon", "tie_embeddings": "tie_word_embeddings",
            "dropout": "resid_pdrop"}
 ROPE = dict(pos="rope", norm="rmsnorm", mlp="swiglu", embed_scale=False, logit_softcap=0.0)
+UNSAID = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
 FAMILIES = {  # switches: what a model of ours must be; keys: our name -> theirs; fixed: theirs and all it can be here;
     # unsaid: what leaving a key out means there, where that is a value we use or must refuse
     "qwen3": dict(architecture="Qwen3ForCausalLM", keys=ROTARY,
-                  switches=dict(**ROPE, qk_norm=True, bias=False, nope_every=0),
-                  fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-                  unsaid={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128, "rope_theta": 1e4}),
+                  switches=dict(**ROPE, qk_norm=True, bias=False, nope_every=0), unsaid=UNSAID | {"head_dim": 128},
+                  fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}),
     "llama": dict(architecture="LlamaForCausalLM", keys=ROTARY, switches=dict(**ROPE, qk_norm=False, nope_every=0),
-                  fixed={"hidden_act": "silu"},
-                  unsaid={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}),
+                  unsaid=UNSAID, fixed={"hidden_act": "silu"}),
     "smollm3": dict(architecture="SmolLM3ForCausalLM", keys=ROTARY, switches=dict(**ROPE, qk_norm=False),
-                    fixed={"hidden_act": "silu", "use_sliding_window": False},
-                    unsaid={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 2e6,
-                            "no_rope_layer_interval": 4}),
+                    unsaid={**UNSAID, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+                    fixed={"hidden_act": "silu", "use_sliding_window": False}),
     "gpt2": dict(architecture="GPT2LMHeadModel", keys=LEARNED,
                  switches={**ROPE, "pos": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False},
+                 unsaid={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "resid_pdrop": 0.1},
                  fixed={"activation_function": "gelu_new", "scale_attn_weights": True, "add_cross_attention": False,
-                        "scale_attn_by_inverse_layer_idx": False},
-                 unsaid={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_inner": None, "resid_pdrop": 0.1}),
+                        "scale_attn_by_inverse_layer_idx": False}),
 }
 FAMILIES["mistral"] = FAMILIES["llama"] | dict(  # only read: as a model it is a Llama
-    fixed={"hidden_act": "silu", "sliding_window": None},
-    unsaid=FAMILIES["llama"]["unsaid"] | {"sliding_window": 4096})
+    unsaid=UNSAID | {"sliding_window": 4096}, fixed={"hidden_act": "silu", "sliding_window": None})
+OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner")  # or null: as many as heads, d_model / heads, 4 * d_model
 KNOWN = {"vocab_size", "vocab_multiple", "rope_theta", *ROTARY, *LEARNED, *FAMILIES["qwen3"]["switches"]}
 
 
@@ -184,17 +182,22 @@ def family(cfg: ModelConfig) -> str:
     shapes = {"gpt2": {"n_kv_heads": cfg.n_heads, "head_dim": cfg.d_model / cfg.n_heads},
               "llama": {"d_model": -(-cfg.d_model // cfg.n_heads) * cfg.n_heads},  # transformers insists on it
               "smollm3": {"nope_every": cfg.nope_every or 4}}
-    reasons = {}
+    differ = {}
     for name in ("qwen3", "llama", "smollm3", "gpt2"):
         needed = FAMILIES[name]["switches"] | shapes.get(name, {})
-        differ = [f"{key}={value!r} (here {getattr(cfg, key)!r})" for key, value in needed.items()
-                  if getattr(cfg, key) != value]
-        if not differ:
+        differ[name] = [f"{key}={value!r} (here {getattr(cfg, key)!r})" for key, value in needed.items()
+                        if getattr(cfg, key) != value]
+        if not differ[name]:
             return name
-        reasons[f"{name} needs {', '.join(differ)}"] = len(differ)
-    raise ValueError("no architecture elsewhere computes what this model computes:\n  "
-                     + "\n  ".join(reason for reason in reasons if reasons[reason] == min(reasons.values()))
-                     + "\n  Train with those settings to exchange a model; it can be used here as it is.")
+    nearest = min(map(len, differ.values()))
+    raise ValueError("no architecture elsewhere computes what this model computes:\n  " + "\n  ".join(
+        f"{name} needs {', '.join(switches)}" for name, switches in differ.items() if len(switches) == nearest)
+        + "\n  Train with those settings to exchange a model; it can be used here as it is.")
+
+
+def rotating(every: int, n_layers: int) -> list[int]:
+    """SmolLM3's no_rope_layers, which are 1 where there are rotary positions: all but every n-th (0: all)."""
+    return [int(not every or (i + 1) % every != 0) for i in range(n_layers)]
 
 
 def settings_to_hf(cfg: ModelConfig) -> dict:
@@ -211,8 +214,7 @@ def settings_to_hf(cfg: ModelConfig) -> dict:
     if name != "qwen3":
         config |= {"attention_bias": cfg.bias, "mlp_bias": cfg.bias}
     if name == "smollm3":
-        config |= {"no_rope_layer_interval": cfg.nope_every,
-                   "no_rope_layers": [int((i + 1) % cfg.nope_every != 0) for i in range(cfg.n_layers)]}
+        config |= {"no_rope_layer_interval": cfg.nope_every, "no_rope_layers": rotating(cfg.nope_every, cfg.n_layers)}
     return config
 
 
@@ -223,28 +225,27 @@ def settings_from_hf(config: dict, vocab_size: int) -> ModelConfig:
         raise ValueError(f"model_type is {name!r}.\n  Models that can be read: {', '.join(sorted(FAMILIES))}.")
     facts = FAMILIES[name]
     said = facts["unsaid"] | config
-    values = facts["switches"] | {ours: said.get(theirs) for ours, theirs in facts["keys"].items()}
-    wrong = {ours: type(getattr(ModelConfig(), ours)) for ours in facts["keys"]}
-    wrong = {ours: kind for ours, kind in wrong.items() if values[ours] is not None
-             and type(values[ours]) not in ((int, float) if kind is float else (kind,))}
-    values |= {ours: getattr(ModelConfig(), ours) for ours in wrong}  # to go on to the other problems with
+    values, problems = dict(facts["switches"]), []
+    for ours, theirs in facts["keys"].items():
+        values[ours], default = said.get(theirs), getattr(ModelConfig, ours)
+        if values[ours] is None and theirs not in OPTIONAL:
+            problems.append(f"{theirs} is missing.")
+        elif type(values[ours]) not in (type(default), type(None), *[int] * isinstance(default, float)):
+            problems.append(f"{theirs} is {values[ours]!r}; it must be of type {type(default).__name__}.")
+        else:
+            continue
+        values[ours] = default  # to go on to the other problems with
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     kind, part = rope.get("rope_type", rope.get("type", "default")), "partial_rotary_factor"
-    biases = [bool(said.get(key)) for key in ("attention_bias", "mlp_bias")]
-    rotated = every = None
-    if name == "gpt2":
-        values |= {"n_kv_heads": values["n_heads"], "head_dim": None, "bias": True,
-                   "d_ff": values["d_ff"] or 4 * (values["d_model"] or 0)}
-    else:
-        values |= {"bias": biases[0], "rope_theta": float(rope.get("rope_theta") or said["rope_theta"]),
-                   "n_kv_heads": values["n_kv_heads"] or values["n_heads"]}
+    attention_bias, mlp_bias = (bool(said.get(key)) for key in ("attention_bias", "mlp_bias"))
+    values |= {"bias": attention_bias or name == "gpt2", "d_ff": values["d_ff"] or 4 * values["d_model"],
+               "n_kv_heads": values.get("n_kv_heads") or values["n_heads"],
+               "head_dim": values.get("head_dim") or values["d_model"] // max(values["n_heads"], 1),
+               "rope_theta": float(rope.get("rope_theta") or said.get("rope_theta", ModelConfig.rope_theta))}
+    rotated, every = [], 0
     if name == "smollm3":
-        rotated = said.get("no_rope_layers") or [
-            int((i + 1) % said["no_rope_layer_interval"] != 0) for i in range(values["n_layers"] or 0)]
+        rotated = said.get("no_rope_layers") or rotating(said["no_rope_layer_interval"], values["n_layers"])
         values["nope_every"] = every = rotated.index(0) + 1 if 0 in rotated else 0
-    if not values["head_dim"] and values["n_heads"] and values["d_model"]:
-        values["head_dim"] = values["d_model"] // values["n_heads"]
-    scaled = kind != "default" or any(isinstance(value, dict) for value in rope.values())
     refusals = [
         *((said.get(theirs, value) != value, f"{theirs} is {said.get(theirs)!r}; it must be {value!r}.")
           for theirs, value in facts["fixed"].items()),
@@ -252,17 +253,15 @@ def settings_from_hf(config: dict, vocab_size: int) -> ModelConfig:
           for key in ("quantization_config", part)),
         (any(kind != "full_attention" for kind in said.get("layer_types") or ()),
          f"layer_types is {said.get('layer_types')}; attention here sees the whole context."),
-        *((True, f"{facts['keys'][ours]} is {said[facts['keys'][ours]]!r}; it must be of type {kind.__name__}.")
-          for ours, kind in wrong.items()),
-        (name not in ("gpt2", "qwen3") and biases[0] != biases[1], f"attention_bias is {biases[0]}, mlp_bias "
-         f"{biases[1]}; here all linears have a bias or none has."),
-        (scaled, f"rotary positions are scaled ({kind!r}: {rope}); only unscaled ones can be expressed."),
+        (name not in ("gpt2", "qwen3") and attention_bias != mlp_bias, f"attention_bias is {attention_bias}, mlp_bias "
+         f"{mlp_bias}; here all linears have a bias or none has."),
+        (kind != "default" or any(isinstance(value, dict) for value in rope.values()),
+         f"rotary positions are scaled ({kind!r}: {rope}); only unscaled ones can be expressed."),
         (rope.get(part) not in (None, 1), f"{part} is {rope.get(part)}; here whole heads are rotated."),
-        (rotated and rotated != [int(every == 0 or (i + 1) % every != 0) for i in range(len(rotated))],
+        (rotated != rotating(every, len(rotated)),
          f"no_rope_layers is {rotated}; here every n-th layer goes without rotary positions."),
-        *((value is None, f"{facts['keys'].get(ours, ours)} is missing.") for ours, value in values.items()),
     ]
-    problems = [sentence for refused, sentence in refusals if refused]
+    problems += [sentence for refused, sentence in refusals if refused]
     if not problems:
         cfg = ModelConfig(vocab_size=vocab_size, **values)
         problems = cfg.problems()
