@@ -8,23 +8,9 @@
     python convert.py import DIR out/RUN                               the way back; DIR may be nanoGPT's ckpt.pt
     python convert.py gguf out/RUN FILE.gguf [--type q8_0]             a file for llama.cpp
 
-out/RUN means its last checkpoint; out/RUN/ckpt_best can be named instead.  Nothing is changed in place: every command
-writes something new, and refuses to write over something old.
-
-How it works
-------------
-*resize* appends rows to the table (and to an untied head).  A new row is the mean of the trained rows, for an average
-logit where random rows would come out on top, plus noise of a hundredth of their spread, without which new tokens would
-be twins with the same gradients for ever.  Pad rows have never been trained and are made anew likewise; old rows stay
-as they are.  Moments of new rows start at 0, all others are carried over, so training goes on where it was.
-
-*untie* copies the table, *tie* keeps one of two; the optimizer's moments go with their table.  Tables that differ are
-not averaged and not chosen between silently: --keep says which one stays, and then logits change.
-
-*gather* and all others read a run whatever its layout; elsewhere model.safetensors is what tools know.
-
-*export*, *import*, *gguf* rest on stack/exchange/, which says what is refused and holds what was written against the
-model.  A model.py with settings, parameters or buffers that are not known there is refused by their names.
+out/RUN means its last checkpoint, of whatever layout; out/RUN/ckpt_best can be named instead.  Nothing is changed in
+place: every command writes something new, and refuses to write over something old.  What a changed model.py has added,
+settings, parameters or buffers, is refused by its names (stack/exchange/hf.py has those that are known).
 """
 
 import argparse
@@ -58,7 +44,7 @@ NOISE = 0.01  # of new rows, in standard deviations of the trained ones
 
 
 def load(run, *, known: bool = True):
-    """Model, tokenizer, state and optimizers with the run's moments; refuses what a changed model.py has added."""
+    """Model, tokenizer, state, and (optimizers, scaler) as the run left them; `known`: refuse what model.py added."""
     model, tokenizer, state = checkpoint.load_model(run)
     if known:
         hf.refuse_unknown(model)
@@ -73,17 +59,20 @@ def load(run, *, known: bool = True):
 
 def save(out, model: GPT, tokenizer: Tokenizer, state: dict, training=((), None)):
     """A run folder of one checkpoint, and the settings beside it as a config file."""
-    optimizers, scaler = training
     train = state["train"] and {**state["train"], "out_dir": str(out)}  # None for an import: not trained here
-    kept = {key: state[key] for key in ("progress", "data", "imported_from") if key in state}
-    kept["progress"] = {**kept["progress"], "wandb_id": None, "best_val": None}  # no ckpt_best is there to be beaten
-    checkpoint.save(out, "ckpt_last", model=model, optimizers=optimizers, scaler=scaler, tokenizer=tokenizer,
+    kept = {key: state[key] for key in ("data", "imported_from") if key in state}
+    kept["progress"] = {**state["progress"], "wandb_id": None, "best_val": None}  # no ckpt_best is there to be beaten
+    checkpoint.save(out, "ckpt_last", model=model, optimizers=training[0], scaler=training[1], tokenizer=tokenizer,
                     model_cfg=model.cfg, train_cfg=train, state=kept)
     (Path(out) / "config.json").write_text(json.dumps({**asdict(model.cfg), **(train or {})}, indent=2) + "\n")
 
 
 def grow(table, n_real: int, n_rows: int):
-    """Trained rows, then rows of mean + noise.  table (V, C), of which n_real rows are trained -> (n_rows, C)."""
+    """Trained rows, then rows of mean + noise.  table (V, C), of which n_real rows are trained -> (n_rows, C).
+
+    The mean is for an average logit, where random rows would come out on top; without noise new tokens would be twins
+    with the same gradients for ever.  Pad rows have never been trained and are made anew likewise.
+    """
     old = table[:n_real].float()
     generator = torch.Generator().manual_seed(n_real)  # not a constant: growing twice must not repeat the noise
     noise = torch.randn(n_rows - n_real, table.shape[1], generator=generator)
@@ -91,7 +80,7 @@ def grow(table, n_real: int, n_rows: int):
 
 
 def resize(run, out, names: list[str]):
-    """Give a run more special tokens: tokenizer, table, head and moments together."""
+    """Give a run more special tokens: tokenizer, table, head and moments (of new rows 0), so that training goes on."""
     model, tokenizer, state, training = load(run)
     old, larger = model.cfg, tokenizer.with_specials(names)
     cfg = model.cfg = replace(old, vocab_size=larger.vocab_size)
@@ -126,7 +115,7 @@ def untie(run, out):
 
 
 def tie(run, out, keep: str | None):
-    """Make embedding and head one table; `keep` ("embed" or "head") decides where they differ."""
+    """Make embedding and head one table; where they differ, which would change logits, `keep` names the one."""
     model, tokenizer, state, training = load(run)
     if model.cfg.tie_embeddings:
         raise ValueError(f"{run} is tied already.\n  Give a run with tie_embeddings=False.")
@@ -228,12 +217,11 @@ READ = {"RUN": "run folder (out/NAME: its ckpt_last) or a checkpoint folder (out
 
 
 def main(argv=None):
-    text = __doc__.split("How it works")[0]
     form = dict(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="convert.py", description=text, **form)
+    parser = argparse.ArgumentParser(prog="convert.py", description=__doc__, **form)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, help_text, read, written, *own) in COMMANDS.items():
-        example = next(line for line in text.splitlines() if f" convert.py {name} " in line)
+        example = next(line for line in __doc__.splitlines() if f" convert.py {name} " in line)
         command = commands.add_parser(name, help=help_text, description=example, **form)
         command.add_argument("source", metavar=read, help=READ[read])
         command.add_argument("out", metavar=written, help="what to write; nothing may be there yet")
