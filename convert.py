@@ -44,7 +44,7 @@ NOISE = 0.01  # of new rows, in standard deviations of the trained ones
 
 
 def load(run, *, known: bool = True):
-    """Model, tokenizer, state, and (optimizers, scaler) as the run left them; `known`: refuse what model.py added."""
+    """Model, tokenizer, state with "moments" by parameter and "scaler"; `known`: refuse what model.py has added."""
     model, tokenizer, state = checkpoint.load_model(run)
     if known:
         hf.refuse_unknown(model)
@@ -52,18 +52,22 @@ def load(run, *, known: bool = True):
     scaler = torch.amp.GradScaler("cpu")
     fresh = scaler.state_dict()
     checkpoint.load_optimizers(run, model, optimizers, scaler, strict=False)
-    if not any(opt.state for opt in optimizers):
-        optimizers = []  # an imported run has none
-    return model, tokenizer, state, (optimizers, scaler if scaler.state_dict() != fresh else None)
+    state |= {"moments": {p: entry for opt in optimizers for p, entry in opt.state.items()},  # an import has none
+              "scaler": scaler if scaler.state_dict() != fresh else None}
+    return model, tokenizer, state
 
 
-def save(out, model: GPT, tokenizer: Tokenizer, state: dict, training=((), None)):
+def save(out, model: GPT, tokenizer: Tokenizer, state: dict):
     """A run folder of one checkpoint, and the settings beside it as a config file."""
+    moments = state.get("moments")
+    optimizers = make_optimizers(model, optimizer=state["train"].get("optimizer", "muon")) if moments else []
+    for opt in optimizers:
+        opt.state |= {p: moments[p] for group in opt.param_groups for p in group["params"] if p in moments}
     train = state["train"] and {**state["train"], "out_dir": str(out)}  # None for an import: not trained here
     kept = {key: state[key] for key in ("data", "imported_from") if key in state}
     kept["progress"] = {**state["progress"], "wandb_id": None, "best_val": None}  # no ckpt_best is there to be beaten
-    checkpoint.save(out, "ckpt_last", model=model, optimizers=training[0], scaler=training[1], tokenizer=tokenizer,
-                    model_cfg=model.cfg, train_cfg=train, state=kept)
+    checkpoint.save(out, "ckpt_last", model=model, optimizers=optimizers, scaler=state.get("scaler"),
+                    tokenizer=tokenizer, model_cfg=model.cfg, train_cfg=train, state=kept)
     (Path(out) / "config.json").write_text(json.dumps({**asdict(model.cfg), **(train or {})}, indent=2) + "\n")
 
 
@@ -81,16 +85,16 @@ def grow(table, n_real: int, n_rows: int):
 
 def resize(run, out, names: list[str]):
     """Give a run more special tokens: tokenizer, table, head and moments (of new rows 0), so that training goes on."""
-    model, tokenizer, state, training = load(run)
+    model, tokenizer, state = load(run)
     old, larger = model.cfg, tokenizer.with_specials(names)
     cfg = model.cfg = replace(old, vocab_size=larger.vocab_size)
     n, rows = old.vocab_size, cfg.padded_vocab_size
     for table in {model.embed.weight, model.head_weight}:
         table.data = grow(table.data, n, rows)
-        for moments in (opt.state[table] for opt in training[0] if table in opt.state):
-            moments |= {key: torch.cat([t[:n], t.new_zeros(rows - n, t.shape[1])]) for key, t in moments.items()
-                        if torch.is_tensor(t) and t.ndim == 2}
-    save(out, model, larger, state, training)
+        moments = state["moments"].get(table, {})
+        moments |= {key: torch.cat([t[:n], t.new_zeros(rows - n, t.shape[1])]) for key, t in moments.items()
+                    if torch.is_tensor(t) and t.ndim == 2}
+    save(out, model, larger, state)
     added = ", ".join(f"{name} = {larger.special_ids[name]}" for name in names)
     print(f"{out}: {added}; {cfg.vocab_size} ids in {rows} rows (before: {n} in {old.padded_vocab_size}).  Make data "
           f"for it with: python prepare.py SOURCE --tokenizer {out}")
@@ -98,25 +102,22 @@ def resize(run, out, names: list[str]):
 
 def untie(run, out):
     """Give the head a table of its own, equal to the embedding."""
-    model, tokenizer, state, training = load(run)
+    model, tokenizer, state = load(run)
     if not model.cfg.tie_embeddings:
         raise ValueError(f"{run} is untied already.\n  Give a run with tie_embeddings=True.")
     model.cfg = replace(model.cfg, tie_embeddings=False)
     table = model.embed.weight
     model.head = torch.nn.Linear(*table.shape[::-1], bias=False, device="meta")
     head = model.head.weight = torch.nn.Parameter(table.detach().clone())
-    for opt in training[0]:
-        for group in opt.param_groups:
-            group["params"] += [head for p in group["params"] if p is table]
-        if table in opt.state:
-            opt.state[head] = copy.deepcopy(opt.state[table])
-    save(out, model, tokenizer, state, training)
+    if table in state["moments"]:
+        state["moments"][head] = copy.deepcopy(state["moments"][table])
+    save(out, model, tokenizer, state)
     print(f"{out}: embedding and head are two tables; {table.numel():,} parameters more")
 
 
 def tie(run, out, keep: str | None):
     """Make embedding and head one table; where they differ, which would change logits, `keep` names the one."""
-    model, tokenizer, state, training = load(run)
+    model, tokenizer, state = load(run)
     if model.cfg.tie_embeddings:
         raise ValueError(f"{run} is tied already.\n  Give a run with tie_embeddings=False.")
     n, tables = model.cfg.vocab_size, {"embed": model.embed.weight, "head": model.head.weight}
@@ -124,19 +125,16 @@ def tie(run, out, keep: str | None):
     if apart and keep is None:
         raise ValueError(f"embedding and head of {run} differ by up to {apart:.3g}: one of them has to go, and logits "
                          "change.\n  Say which one stays: --keep embed or --keep head.")
-    model.embed.weight = tables.pop(keep or "embed")
-    (lost,) = tables.values()
-    for group in (group for opt in training[0] for group in opt.param_groups):
-        group["params"] = [p for p in group["params"] if p is not lost]
+    model.embed.weight = tables[keep or "embed"]  # and its moments with it
     model.head, model.cfg = None, replace(model.cfg, tie_embeddings=True)
-    save(out, model, tokenizer, state, training)
+    save(out, model, tokenizer, state)
     print(f"{out}: one table" + (f", that of {keep}; the two differed by up to {apart:.3g}" if apart else ""))
 
 
 def gather(run, out):
     """Put a run that several ranks saved in parts together: the same run in the ordinary files."""
-    model, tokenizer, state, training = load(run, known=False)
-    save(out, model, tokenizer, state, training)
+    model, tokenizer, state = load(run, known=False)
+    save(out, model, tokenizer, state)
     print(f"{out}: {num_params(model.cfg)['total']:,} parameters in one file; go on from it with --init_from=resume")
 
 
