@@ -8,23 +8,9 @@
     python convert.py import DIR out/RUN                               the way back; DIR may be nanoGPT's ckpt.pt
     python convert.py gguf out/RUN FILE.gguf [--type q8_0]             a file for llama.cpp
 
-out/RUN means its last checkpoint; out/RUN/ckpt_best can be named instead.  Nothing is changed in place: every command
-writes something new, and refuses to write over something old.
-
-How it works
-------------
-*resize* appends rows to the table (and to an untied head).  A new row is the mean of the trained rows, for an average
-logit where random rows would come out on top, plus noise of a hundredth of their spread, without which new tokens would
-be twins with the same gradients for ever.  Pad rows have never been trained and are made anew likewise; old rows stay
-as they are.  Moments of new rows start at 0, all others are carried over, so training goes on where it was.
-
-*untie* copies the table, *tie* keeps one of two; the optimizer's moments go with their table.  Tables that differ are
-not averaged and not chosen between silently: --keep says which one stays, and then logits change.
-
-*gather* and all others read a run whatever its layout; elsewhere model.safetensors is what tools know.
-
-*export*, *import*, *gguf* rest on stack/exchange/, which says what is refused and holds what was written against the
-model.  A model.py with settings, parameters or buffers that are not known there is refused by their names.
+out/RUN means its last checkpoint, of whatever layout; out/RUN/ckpt_best can be named instead.  Nothing is changed in
+place: every command writes something new, and refuses to write over something old.  What a changed model.py has added,
+settings, parameters or buffers, is refused by its names (stack/exchange/hf.py has those that are known).
 """
 
 import argparse
@@ -46,7 +32,7 @@ from stack.checkpoint import tensors as checkpoint
 from stack.config import as_command
 from stack.counts import num_params
 from stack.data.tokenizer import Tokenizer
-from stack.exchange import gguf, hf, nanogpt
+from stack.exchange import gguf, hf
 from stack.exchange.card import model_card
 from stack.optim import make_optimizers
 
@@ -58,7 +44,7 @@ NOISE = 0.01  # of new rows, in standard deviations of the trained ones
 
 
 def load(run, *, known: bool = True):
-    """Model, tokenizer, state and optimizers with the run's moments; refuses what a changed model.py has added."""
+    """Model, tokenizer, state with "moments" by parameter and "scaler"; `known`: refuse what model.py has added."""
     model, tokenizer, state = checkpoint.load_model(run)
     if known:
         hf.refuse_unknown(model)
@@ -66,24 +52,31 @@ def load(run, *, known: bool = True):
     scaler = torch.amp.GradScaler("cpu")
     fresh = scaler.state_dict()
     checkpoint.load_optimizers(run, model, optimizers, scaler, strict=False)
-    if not any(opt.state for opt in optimizers):
-        optimizers = []  # an imported run has none
-    return model, tokenizer, state, (optimizers, scaler if scaler.state_dict() != fresh else None)
+    state |= {"moments": {p: entry for opt in optimizers for p, entry in opt.state.items()},  # an import has none
+              "scaler": scaler if scaler.state_dict() != fresh else None}
+    return model, tokenizer, state
 
 
-def save(out, model: GPT, tokenizer: Tokenizer, state: dict, training=((), None)):
+def save(out, model: GPT, tokenizer: Tokenizer, state: dict):
     """A run folder of one checkpoint, and the settings beside it as a config file."""
-    optimizers, scaler = training
+    moments = state.get("moments")
+    optimizers = make_optimizers(model, optimizer=state["train"].get("optimizer", "muon")) if moments else []
+    for opt in optimizers:
+        opt.state |= {p: moments[p] for group in opt.param_groups for p in group["params"] if p in moments}
     train = state["train"] and {**state["train"], "out_dir": str(out)}  # None for an import: not trained here
-    kept = {key: state[key] for key in ("progress", "data", "imported_from") if key in state}
-    kept["progress"] = {**kept["progress"], "wandb_id": None, "best_val": None}  # no ckpt_best is there to be beaten
-    checkpoint.save(out, "ckpt_last", model=model, optimizers=optimizers, scaler=scaler, tokenizer=tokenizer,
-                    model_cfg=model.cfg, train_cfg=train, state=kept)
+    kept = {key: state[key] for key in ("data", "imported_from") if key in state}
+    kept["progress"] = {**state["progress"], "wandb_id": None, "best_val": None}  # no ckpt_best is there to be beaten
+    checkpoint.save(out, "ckpt_last", model=model, optimizers=optimizers, scaler=state.get("scaler"),
+                    tokenizer=tokenizer, model_cfg=model.cfg, train_cfg=train, state=kept)
     (Path(out) / "config.json").write_text(json.dumps({**asdict(model.cfg), **(train or {})}, indent=2) + "\n")
 
 
 def grow(table, n_real: int, n_rows: int):
-    """Trained rows, then rows of mean + noise.  table (V, C), of which n_real rows are trained -> (n_rows, C)."""
+    """Trained rows, then rows of mean + noise.  table (V, C), of which n_real rows are trained -> (n_rows, C).
+
+    The mean is for an average logit, where random rows would come out on top; without noise new tokens would be twins
+    with the same gradients for ever.  Pad rows have never been trained and are made anew likewise.
+    """
     old = table[:n_real].float()
     generator = torch.Generator().manual_seed(n_real)  # not a constant: growing twice must not repeat the noise
     noise = torch.randn(n_rows - n_real, table.shape[1], generator=generator)
@@ -91,17 +84,17 @@ def grow(table, n_real: int, n_rows: int):
 
 
 def resize(run, out, names: list[str]):
-    """Give a run more special tokens: tokenizer, table, head and moments together."""
-    model, tokenizer, state, training = load(run)
+    """Give a run more special tokens: tokenizer, table, head and moments (of new rows 0), so that training goes on."""
+    model, tokenizer, state = load(run)
     old, larger = model.cfg, tokenizer.with_specials(names)
     cfg = model.cfg = replace(old, vocab_size=larger.vocab_size)
     n, rows = old.vocab_size, cfg.padded_vocab_size
     for table in {model.embed.weight, model.head_weight}:
         table.data = grow(table.data, n, rows)
-        for moments in (opt.state[table] for opt in training[0] if table in opt.state):
-            moments |= {key: torch.cat([t[:n], t.new_zeros(rows - n, t.shape[1])]) for key, t in moments.items()
-                        if torch.is_tensor(t) and t.ndim == 2}
-    save(out, model, larger, state, training)
+        moments = state["moments"].get(table, {})
+        moments |= {key: torch.cat([t[:n], t.new_zeros(rows - n, t.shape[1])]) for key, t in moments.items()
+                    if torch.is_tensor(t) and t.ndim == 2}
+    save(out, model, larger, state)
     added = ", ".join(f"{name} = {larger.special_ids[name]}" for name in names)
     print(f"{out}: {added}; {cfg.vocab_size} ids in {rows} rows (before: {n} in {old.padded_vocab_size}).  Make data "
           f"for it with: python prepare.py SOURCE --tokenizer {out}")
@@ -109,25 +102,22 @@ def resize(run, out, names: list[str]):
 
 def untie(run, out):
     """Give the head a table of its own, equal to the embedding."""
-    model, tokenizer, state, training = load(run)
+    model, tokenizer, state = load(run)
     if not model.cfg.tie_embeddings:
         raise ValueError(f"{run} is untied already.\n  Give a run with tie_embeddings=True.")
     model.cfg = replace(model.cfg, tie_embeddings=False)
     table = model.embed.weight
     model.head = torch.nn.Linear(*table.shape[::-1], bias=False, device="meta")
     head = model.head.weight = torch.nn.Parameter(table.detach().clone())
-    for opt in training[0]:
-        for group in opt.param_groups:
-            group["params"] += [head for p in group["params"] if p is table]
-        if table in opt.state:
-            opt.state[head] = copy.deepcopy(opt.state[table])
-    save(out, model, tokenizer, state, training)
+    if table in state["moments"]:
+        state["moments"][head] = copy.deepcopy(state["moments"][table])
+    save(out, model, tokenizer, state)
     print(f"{out}: embedding and head are two tables; {table.numel():,} parameters more")
 
 
 def tie(run, out, keep: str | None):
-    """Make embedding and head one table; `keep` ("embed" or "head") decides where they differ."""
-    model, tokenizer, state, training = load(run)
+    """Make embedding and head one table; where they differ, which would change logits, `keep` names the one."""
+    model, tokenizer, state = load(run)
     if model.cfg.tie_embeddings:
         raise ValueError(f"{run} is tied already.\n  Give a run with tie_embeddings=False.")
     n, tables = model.cfg.vocab_size, {"embed": model.embed.weight, "head": model.head.weight}
@@ -135,19 +125,16 @@ def tie(run, out, keep: str | None):
     if apart and keep is None:
         raise ValueError(f"embedding and head of {run} differ by up to {apart:.3g}: one of them has to go, and logits "
                          "change.\n  Say which one stays: --keep embed or --keep head.")
-    model.embed.weight = tables.pop(keep or "embed")
-    (lost,) = tables.values()
-    for group in (group for opt in training[0] for group in opt.param_groups):
-        group["params"] = [p for p in group["params"] if p is not lost]
+    model.embed.weight = tables[keep or "embed"]  # and its moments with it
     model.head, model.cfg = None, replace(model.cfg, tie_embeddings=True)
-    save(out, model, tokenizer, state, training)
+    save(out, model, tokenizer, state)
     print(f"{out}: one table" + (f", that of {keep}; the two differed by up to {apart:.3g}" if apart else ""))
 
 
 def gather(run, out):
     """Put a run that several ranks saved in parts together: the same run in the ordinary files."""
-    model, tokenizer, state, training = load(run, known=False)
-    save(out, model, tokenizer, state, training)
+    model, tokenizer, state = load(run, known=False)
+    save(out, model, tokenizer, state)
     print(f"{out}: {num_params(model.cfg)['total']:,} parameters in one file; go on from it with --init_from=resume")
 
 
@@ -199,7 +186,7 @@ def import_model(source, out, tokenizer: str | None):
         raise FileNotFoundError(f"{source} not found.\n  Give a Hugging Face folder on this machine or nanoGPT's file.")
     if tokenizer is not None:
         given = Tokenizer.load(tokenizer) if Path(tokenizer).exists() else Tokenizer.from_tiktoken(tokenizer)
-    model, words = nanogpt.load(source, given) if source.is_file() else hf.load_folder(source, tokenizer=given)
+    model, words = hf.load_nanogpt(source, given) if source.is_file() else hf.load_folder(source, tokenizer=given)
     save(out, model, words, {"train": None, "progress": {"step": 0, "seqs_seen": 0, "bad_steps": 0}, "data": None,
                              "imported_from": source.resolve().name})
     print(f"{out}: {num_params(model.cfg)['total']:,} parameters, {words.vocab_size} ids, documents begin with "
@@ -228,12 +215,11 @@ READ = {"RUN": "run folder (out/NAME: its ckpt_last) or a checkpoint folder (out
 
 
 def main(argv=None):
-    text = __doc__.split("How it works")[0]
     form = dict(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="convert.py", description=text, **form)
+    parser = argparse.ArgumentParser(prog="convert.py", description=__doc__, **form)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, help_text, read, written, *own) in COMMANDS.items():
-        example = next(line for line in text.splitlines() if f" convert.py {name} " in line)
+        example = next(line for line in __doc__.splitlines() if f" convert.py {name} " in line)
         command = commands.add_parser(name, help=help_text, description=example, **form)
         command.add_argument("source", metavar=read, help=READ[read])
         command.add_argument("out", metavar=written, help="what to write; nothing may be there yet")

@@ -44,11 +44,9 @@ def write(path: Path, model: GPT, tokenizer: Tokenizer, kind: str, run) -> str:
         getattr(writer, f"add_{key}")(value)
     types = gguf.GGMLQuantizationType
     for key, tensor in theirs(config, tensors).items():
-        wanted = types[kind.upper()]
-        if tensor.ndim == 1 or key.startswith("position_embd"):
-            wanted = types.F32
-        elif kind == "q8_0" and tensor.shape[1] % 32:  # its blocks are 32 wide
-            wanted = types.F16
+        small = tensor.ndim == 1 or key.startswith("position_embd")
+        narrow = kind == "q8_0" and tensor.shape[-1] % 32  # its blocks are 32 wide
+        wanted = types.F32 if small else types.F16 if narrow else types[kind.upper()]
         if wanted == types.F16 and tensor.abs().max() > 65504:
             raise ValueError(f"{key} has values beyond fp16 (up to {tensor.abs().max():.3g}).\n  Use --type bf16.")
         writer.add_tensor(key, gguf.quantize(tensor.contiguous().numpy(), wanted), raw_dtype=wanted)
@@ -64,9 +62,7 @@ def theirs(config: dict, tensors: dict) -> dict:
     import gguf
     arch = config["model_type"]
     names, renamed = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 999), {}
-    for name, tensor in tensors.items():
-        if name.endswith(hf.CONV1D):
-            tensor = tensor.t()
+    for name, tensor in hf.turned(tensors).items():
         if arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
             heads = tensor.unflatten(0, (-1, 2, config["head_dim"] // 2))  # (H or K, 2, D/2, ...)
             tensor = heads.transpose(1, 2).flatten(0, 2)  # channel d next to d + D/2
@@ -79,9 +75,9 @@ def words(tokenizer: Tokenizer, types) -> dict:
     known = {i: (spell(token), types.NORMAL) for token, i in tokenizer.ranks.items()}
     known |= {i: (name, types.CONTROL) for name, i in tokenizer.special_ids.items()}
     every = [known.get(i, (f"[unused {i}]", types.UNUSED)) for i in range(tokenizer.vocab_size)]
-    merges = [" ".join(map(spell, pair)) for pair in merges_of(tokenizer.ranks)]
     pad = {"pad_token_id": tokenizer.special_ids["<|pad|>"]} if "<|pad|>" in tokenizer.special_ids else {}
-    return {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern], "token_merges": merges,
+    return {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern],
             "token_list": [text for text, _ in every], "token_types": [kind for _, kind in every],
+            "token_merges": [" ".join(map(spell, pair)) for pair in merges_of(tokenizer.ranks)],
             "bos_token_id": tokenizer.boundary_id, "eos_token_id": tokenizer.boundary_id, **pad,
             "add_bos_token": True}  # documents begin with the boundary here

@@ -36,13 +36,13 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of model.safetensors, or of the files its index lists."""
     from safetensors.torch import load_file
     index, listed, tensors = folder / "model.safetensors.index.json", {}, {}
-    if not (folder / "model.safetensors").is_file():
-        if not index.is_file():
-            hint = ("\n  It has pytorch_model.bin, which is a pickle: save the model again with transformers."
-                    if list(folder.glob("pytorch_model*.bin")) else "")
-            raise FileNotFoundError(f"{folder} has neither model.safetensors nor {index.name}.{hint}")
+    if not (folder / "model.safetensors").is_file() and index.is_file():
         with blaming(index):
             listed = {**read_json(index)["weight_map"]}
+    elif not (folder / "model.safetensors").is_file():
+        hint = "\n  It has pytorch_model.bin, which is a pickle: save the model again with transformers."
+        raise FileNotFoundError(f"{folder} has neither model.safetensors nor {index.name}."
+                                + hint * any(folder.glob("pytorch_model*.bin")))
     for name in sorted(set(listed.values())) or ["model.safetensors"]:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{index} lists {name}, which is not there.\n  Download the folder again.")

@@ -67,19 +67,18 @@ def tokenizer_to_hf(tokenizer: Tokenizer) -> dict:
 
 def split_pattern(pre: dict | None) -> str | None:
     """The one regular expression that cuts text as this pre_tokenizer does, or None where that is not known."""
-    steps = pre.get("pretokenizers", []) if pre and pre.get("type") == "Sequence" else [pre or {}]
-    kinds = [step.get("type") for step in steps]
-    if not steps or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
+    pre = pre or {}
+    *first, last = pre.get("pretokenizers") or [{}] if pre.get("type") == "Sequence" else [pre]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
-    regex = steps[-1].get("use_regex", True)
-    if kinds == ["ByteLevel"] and regex:
-        return GPT2_PATTERN
-    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and regex:
-        return DIGITS_PATTERN
-    if kinds == ["Split", "ByteLevel"] and not regex and "Regex" in steps[0]["pattern"] and (
-            steps[0]["behavior"], steps[0]["invert"]) in (("Isolated", False), ("Removed", True)):
-        return steps[0]["pattern"]["Regex"]
-    return None
+    match last.get("use_regex", True), first:
+        case True, []:
+            return GPT2_PATTERN
+        case True, [{"type": "Digits", "individual_digits": True}]:
+            return DIGITS_PATTERN
+        case False, ([{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}]
+                     | [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}]):
+            return pattern
 
 
 def hard_strings(n: int, specials=()) -> list[str]:
