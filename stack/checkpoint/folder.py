@@ -5,7 +5,7 @@
                          tokenizer.json
                          state.json         both configs, progress, fingerprints of data and tokenizer; size and sha256
                                             of the other files, which are compared before anything is used
-                         (a sharded run has shard-0000N-...safetensors, one per rank, for the first two: sharded.py)
+                         (a sharded run has shard-0000N-...safetensors, one per rank, for the first two: saves.py)
     out/run/ckpt_best/, out/run/ckpt_step_0001000/   the same; numbered ones are hard links and cost no writing
 
 *Saving.*  Everything is written into ckpt_x.new and fsynced, state.json last.  Then ckpt_x becomes ckpt_x.replaced,
