@@ -101,7 +101,7 @@ def apply(model: GPT, mesh):
 
 
 def sum_shared_gradients(model: GPT, group):
-    """After a step's last backward: make the gradients of QK-norm's gains, which each rank has for its own heads, whole.
+    """After a step's last backward: make whole the gradients of QK-norm's gains, of which a rank has its heads' part.
 
     Once a step: in each micro step's backward it would cost 2 L small all-reduces.
     """
