@@ -1,7 +1,7 @@
 """Losses and logs: evaluation over fixed windows, the log file, the curves.
 
 Loss in nats per token is what training minimises; bits per byte is what can be compared, between vocabularies and with
-other repositories:  bpb = sum of nats / (ln 2 * bytes of the predicted tokens), special tokens being zero bytes.
+other repositories:  bpb = sum of nats / (ln 2 * bytes of the predicted tokens); special tokens count, as zero bytes.
 
 A held-out loss is a property of the weights and the text, not of the machine: windows come in a fixed order, sums are
 taken per token in float64, and neither the batch size nor the number of ranks enters.

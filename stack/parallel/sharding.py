@@ -4,12 +4,13 @@
 (DistributedDataParallel; or, since that knows no parts, by `finish_gradients` where tp is more than 1).
 
 *fsdp*: weights, gradients and optimizer state are divided over the dp ranks (FSDP2's `fully_shard`), and a block's
-weights are gathered when it runs.  Each block is a group; the table, learned positions, final norm and an untied head
-are the root group, gathered once a micro batch: a tied table is one parameter used at both ends, and a group of its own
-would be freed between them.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays
-fp32, as autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains
-and biases, which are rounded too (at 1 and 0, where they start, to themselves).  Gradients are reduced after the last
-micro batch only; where there are several, each rank holds the whole of them (4 bytes a parameter) until then.
+weights are gathered when it runs, so that 1/dp_size of the state and one block are in memory.  Each block is a group;
+the table, learned positions, final norm and an untied head are the root group, gathered once a micro batch: a tied
+table is one parameter used at both ends, and a group of its own would be freed between them.  Blocks are gathered in
+the matmuls' format, which halves the traffic; the root group stays fp32, as autocast leaves the table and with it the
+residual stream.  The result is autocast's but for the blocks' gains and biases, which are rounded too (at 1 and 0,
+where they start, to themselves).  Gradients are reduced after the last micro batch only; where there are several, each
+rank holds the whole of them (4 bytes a parameter) until then.
 """
 
 import copy
@@ -32,15 +33,19 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
 
     The order is the only one that works: tensor parallelism changes what a projection holds, recomputation wraps a
     block, the compiler sees both, data parallelism goes around it all.  dtype: of the matmuls, as autocast has it.  A
-    model on the meta device gets memory on `device`, and parameter by parameter the initial weights that a whole one
-    would have drawn from the same random state; another one is moved there.
+    model on the meta device, which no process ever holds whole, gets memory on `device` and the initial weights that a
+    whole one would have drawn from the same random state; another one is moved there.
     """
     sharded = dp == "fsdp" and ranks.dp_size > 1
     if ranks.tp > 1 and dtype == torch.float16:
         raise ValueError("dtype is float16, whose loss scaling would differ between the parts of a matrix. With tp "
                          f"({ranks.tp}) use --dtype=bfloat16 or float32.")
     if next(model.parameters()).is_meta:
-        draw_defaults(model)
+        # Draw what constructors draw and init_weight then overwrites: so the random numbers behind it are those of a
+        # model built in the ordinary way.
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                copy.deepcopy(module).to_empty(device="cpu").reset_parameters()
     else:
         model.to(device)
     if ranks.tp > 1:
@@ -151,14 +156,6 @@ def part_of(full, like):
         return full
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def draw_defaults(model):
-    """Draw what PyTorch's constructors draw, and init_weights then overwrites, for a model without memory: so that the
-    random numbers behind them are those of a model built in the ordinary way."""
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            copy.deepcopy(module).to_empty(device="cpu").reset_parameters()
 
 
 def recomputed(forward, remat: str, random: bool):

@@ -1,7 +1,7 @@
 """Tensor parallelism: `tp` ranks hold one model together, each a part of every matrix, and work on the same batch.
 
-It is for a model whose state or whose activations are too large for one GPU: below that data parallelism costs less
-(docs/scaling.md has both as bytes).
+It is for a model whose state or whose activations are too large for one GPU, over the fastest links there are: every
+layer waits for its sums.  Below that size data parallelism costs less (docs/scaling.md has both as bytes).
 
 *Blocks.*  wq wk wv w_gate w_up are cut by output rows and wo w_down by input columns, so that a rank's heads and its
 part of the MLP need nothing from the others in between; the output is a sum over ranks.  One all-reduce of (N, C) after
@@ -11,9 +11,9 @@ attention and one after the MLP, in backward one each for the gradients of their
 *Table.*  A rank holds V/tp rows.  It looks up its own ids, the others' are zeros, one all-reduce gives every rank all
 vectors.  (RowwiseParallel knows nn.Embedding too, but its backward makes a gradient for all V rows on each rank.)
 
-*Loss head.*  model.py's walk over chunks, where a rank has its own columns of a chunk's logits.  What its softmax needs
-of the others is the largest logit, the sum of exponentials and the target's logit: an all-reduce of (n,), then one of
-(n, 2).  The gradient of the hidden states is a sum over ranks, one all-reduce of (N, C) in backward.
+*Loss head.*  model.py's walk over chunks, where a rank has its own columns of a chunk's logits and never a whole row.
+What its softmax needs of the others is the largest logit, the sum of exponentials and the target's logit: an all-reduce
+of (n,), then one of (n, 2).  The hidden states' gradient is a sum over ranks, one all-reduce of (N, C) in backward.
 
 *What is the same everywhere*, norm gains and learned positions, is computed from the same numbers on each rank, so that
 their gradients are equal; but for the gains of QK-norm, of which each rank sees its own heads only.
@@ -73,26 +73,21 @@ def apply(model: GPT, mesh):
     left is for training: forward needs targets, and parallel.whole gives the model that can be sampled from.
     Raises ValueError with all `problems`.
     """
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel
     if found := problems(model.cfg, mesh.size()):
         raise ValueError("\n".join(found))
 
     # The first argument becomes a DTensor once for all column-parallel matrices: left to each of wq wk wv, the backward
     # would sum three times.
     def shared(*others):
-        return PrepareModuleInput(input_layouts=(Replicate(), *others), desired_input_layouts=(Replicate(), *others))
+        layouts = Replicate(), *others
+        return parallel.PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+    by_rows, by_columns = parallel.ColwiseParallel(), parallel.RowwiseParallel()  # named for y = x @ W, stored is W.T
     for block in model.blocks:
-        parallelize_module(block, mesh, {
-            "attn": shared(None, None, None), "attn.wq": ColwiseParallel(), "attn.wk": ColwiseParallel(),
-            "attn.wv": ColwiseParallel(), "attn.wo": RowwiseParallel(),
-            "mlp": shared(), "mlp.w_up": ColwiseParallel(), "mlp.w_down": RowwiseParallel(),
-            **({"mlp.w_gate": ColwiseParallel()} if block.mlp.w_gate is not None else {})})
+        parallel.parallelize_module(block, mesh, {
+            "attn": shared(None, None, None), "attn.wq": by_rows, "attn.wk": by_rows, "attn.wv": by_rows,
+            "attn.wo": by_columns, "mlp": shared(), "mlp.w_up": by_rows, "mlp.w_down": by_columns,
+            **({"mlp.w_gate": by_rows} if block.mlp.w_gate is not None else {})})
     for module in (model.embed, model.head):
         if module is not None:
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
