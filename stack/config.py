@@ -3,18 +3,15 @@
     model_cfg, cfg = load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__)
     python train.py configs/demo.py --max_steps=200 --compile=false
 
-A setting is a field of one of the dataclasses: its annotation is its type, its default is the only default, the comment
-behind it is its help.  Names are flat and unique over all of them, so a flag never says which dataclass it means.
+A setting is a field of a dataclass: its annotation is its type, its default is the only default, the comment behind it
+is its help.  Names are unique over all of them, so a flag never says which dataclass it means.
 
-A config file is Python that assigns settings (`n_layers = 30`; `batch_tokens = 2**19`).  It runs in a dictionary of
-its own: imports, functions and `_private` names are for the file's own use, any other name that is not a setting is an
-error with the nearest one suggested.  `from configs.stack100m import *` builds on another file.  A run's config.json is
-a config file too: naming it repeats the run.
+A config file is Python that assigns settings (`batch_tokens = 2**19`), run in a dictionary of its own: imports,
+functions and `_private` names are for its own use, any other name that is not a setting is an error.
+`from configs.stack100m import *` builds on another file.  A run's config.json is one too: naming it repeats the run.
 
-Values of the file and of the command line pass the same check: a whole number is a float where a float is wanted, 1e3
-is an int where one is wanted and 2.5 is not, text stays text whatever it looks like, only `X | None` takes None.  Of a
-flag given twice the last counts.  What is wrong is gathered (file and flags first, then every dataclass's `problems()`,
-then the caller's `check`) and raised as one ConfigError; commands print it and exit with 2.
+Values of file and flags pass the same check: a whole number is a float where a float is wanted, 1e3 is an int where one
+is wanted and 2.5 is not, text stays text whatever it looks like, only `X | None` takes None.
 
 By hand rather than by tyro or argparse: neither takes `1e3` for an int, nor `--compile`, `--compile=false` and
 `--compile=0` for one field, nor checks what a Python file assigned; with those rewritten, only `--help` would be left.
@@ -35,6 +32,7 @@ import textwrap
 import traceback
 import types
 import typing
+from decimal import Decimal
 from pathlib import Path
 
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
@@ -51,9 +49,10 @@ class ConfigError(ValueError):
 
 
 def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
-    """One instance of each dataclass from its defaults, the config file named in argv, and the flags in argv.
+    """One instance of each dataclass from its defaults, the config file named in argv, and the flags; the last counts.
 
-    `check(*instances) -> list[str]` names problems that span several of them.  Raises ConfigError; --help exits.
+    Raises one ConfigError with all that is wrong: in file and flags first, then what each dataclass's `problems()`
+    names, then `check(*instances) -> list[str]` of several.  --help exits.
     """
     types_of = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
     assert len(types_of) == sum(len(dataclasses.fields(cls)) for cls in classes), "a setting is declared twice"
@@ -242,20 +241,11 @@ def _convert(value, hint, typed: bool):
             if isinstance(value, str):
                 return value
         elif typed or isinstance(value, int | float) and not isinstance(value, bool):
-            if (number := _number(value, option)) is not None:
-                return number
+            with contextlib.suppress(ArithmeticError):  # it is no number
+                number = Decimal(value)  # exact, also of 1e3 and of ints that no float holds
+                if math.isfinite(number) and (option is float or number == int(number)):
+                    return option(number)
     raise ValueError
-
-
-def _number(value, kind):
-    """int or float from a number or its text, exact for ints of any size; None if it is not one, or not finite."""
-    with contextlib.suppress(ValueError):  # perhaps 1e3
-        if kind is int and not isinstance(value, float):
-            return int(value)
-    with contextlib.suppress(ValueError, OverflowError):
-        number = float(value)
-        if math.isfinite(number) and (kind is float or number.is_integer()):
-            return kind(number)
 
 
 def _nearest(name: str, names) -> str:
@@ -265,12 +255,8 @@ def _nearest(name: str, names) -> str:
 
 def _comments(cls) -> tuple[dict, dict]:
     """Of a dataclass's source: field -> the comment behind it, field -> the comment lines of their own above it."""
-    try:
-        source = textwrap.dedent(inspect.getsource(cls))
-    except OSError:  # made at a prompt: help then goes without comments
-        source = ""
     behind, above, heading, last = {}, {}, [], None
-    for line in source.splitlines():
+    for line in textwrap.dedent(inspect.getsource(cls)).splitlines():
         code, _, comment = line.partition("  # ")
         if line.startswith("    # "):
             heading.append(line.strip("# "))

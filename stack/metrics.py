@@ -1,14 +1,13 @@
 """Losses and logs: evaluation over fixed windows, the log file, the curves.
 
-Loss in nats per token is what training minimises; bits per byte is what can be compared, between vocabularies and
-with other repositories:  bpb = sum of nats / (ln 2 * bytes of the predicted tokens).  Special tokens count as
-predictions and as zero bytes.
+Loss in nats per token is what training minimises; bits per byte is what can be compared, between vocabularies and with
+other repositories:  bpb = sum of nats / (ln 2 * bytes of the predicted tokens); special tokens count, as zero bytes.
 
 A held-out loss is a property of the weights and the text, not of the machine: windows come in a fixed order, sums are
 taken per token in float64, and neither the batch size nor the number of ranks enters.
 
-The log is a convenience.  A full disk, a service that is down or a font that is missing costs log lines and one
-warning, never the run (wandb has stopped runs elsewhere by raising from `log`).
+The log is a convenience: a full disk, a service that is down or a font that is missing costs log lines and one warning,
+never the run (wandb has stopped runs elsewhere by raising from `log`).
 """
 
 import contextlib
@@ -31,10 +30,9 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
     """Loss, perplexity and bits per byte over batches of windows, each token weighing the same.
 
     windows yields (x, y, docs) as data.iterate_windows does, (b, T) int64 with y = -100 where nothing is to be
-    predicted; token_bytes (vocab_size,) is the length of each id's text.  doc_mask: attention stays inside a document,
-    as trained.  ranks: who shares the windows.
-    Batches smaller than `rows`, or than the ones before, are filled up with ignored rows, so that a compiled model
-    meets one shape.  Returns {"loss", "ppl", "bpb", "tokens", "bytes"}.
+    predicted; token_bytes (vocab_size,) is the length of each id's text.  ranks: who shares the windows.  Batches
+    smaller than `rows`, or than the ones before, are filled up with ignored rows: one shape for a compiled model.
+    doc_mask: attention stays inside a document, as trained.  Returns {"loss", "ppl", "bpb", "tokens", "bytes"}.
     """
     token_bytes = torch.as_tensor(token_bytes, device=device, dtype=torch.int64)
     exact = "cpu" if device.type == "mps" else device  # MPS has no float64
@@ -71,8 +69,8 @@ class RunLog:
 
     def __init__(self, out_dir, *, resume_step: int | None = None, enabled: bool = True, tensorboard: bool = False,
                  wandb_project: str | None = None, config: dict | None = None, run_id: str | None = None):
-        self.out_dir, self.enabled, self.file, self.run_id = Path(out_dir), enabled, None, run_id
-        self.wandb, self.tensorboard, self.failed, self.began = None, None, set(), time.monotonic()
+        self.out_dir, self.enabled, self.run_id = Path(out_dir), enabled, run_id
+        self.sinks, self.failed, self.began = {}, set(), time.monotonic()
         if not enabled:
             return
         kept = []
@@ -82,21 +80,22 @@ class RunLog:
                 line["step"] < resume_step or line["step"] == resume_step and "loss" in line)]
             with written_aside(path) as aside, open(aside, "w", encoding="utf-8") as f:
                 f.writelines(json.dumps(line) + "\n" for line in kept)
-            self.file = open(path, "a", encoding="utf-8", buffering=1)  # a line at a time reaches the disk
+            self.sinks["log.jsonl"] = open(path, "a", encoding="utf-8", buffering=1)  # each line reaches the disk
         self.began -= max((line.get("seconds", 0) for line in kept), default=0)
         if tensorboard:
             with self.forgive("tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter
-                self.tensorboard = SummaryWriter(self.out_dir / "tensorboard", purge_step=resume_step or 0)
+                writer = SummaryWriter(self.out_dir / "tensorboard", purge_step=resume_step or 0)
+                self.sinks["tensorboard"] = writer
                 for line in kept:
                     if line["step"] == resume_step:  # the purge hides this one too
-                        self.show(line)
+                        show(writer, line)
         if wandb_project:
             with self.forgive("wandb"):
                 import wandb
-                self.wandb = wandb.init(project=wandb_project, name=self.out_dir.name, dir=str(self.out_dir),
-                                        config=config, id=run_id, resume="allow")
-                self.run_id = self.wandb.id
+                run = wandb.init(project=wandb_project, name=self.out_dir.name, dir=str(self.out_dir), config=config,
+                                 id=run_id, resume="allow")
+                self.sinks["wandb"], self.run_id = run, run.id
 
     @contextlib.contextmanager
     def forgive(self, what: str):
@@ -111,28 +110,16 @@ class RunLog:
 
     def write(self, **values):
         """Append one object; NaN and inf become null, which JSON can hold."""
-        if not self.enabled:
-            return
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         values["seconds"] = round(time.monotonic() - self.began, 3)
-        if self.file is not None:
-            with self.forgive("log.jsonl"):
-                self.file.write(json.dumps(values) + "\n")
-        if self.wandb is not None:
-            with self.forgive("wandb"):
-                self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
-        if self.tensorboard is not None:
-            with self.forgive("tensorboard"):
-                self.show(values)
-
-    def show(self, values: dict):
-        """One line of the log in TensorBoard, on disk at once."""
-        for key, value in values.items():
-            if isinstance(value, str):
-                self.tensorboard.add_text(key, value, values["step"])
-            elif key != "step" and value is not None:
-                self.tensorboard.add_scalar(key, value, values["step"])
-        self.tensorboard.flush()
+        for what, sink in self.sinks.items():
+            with self.forgive(what):
+                if what == "log.jsonl":
+                    sink.write(json.dumps(values) + "\n")
+                elif what == "wandb":
+                    sink.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+                else:
+                    show(sink, values)
 
     def plot(self):
         """Draw out/<run>/loss.png from the whole log."""
@@ -142,15 +129,19 @@ class RunLog:
 
     def close(self):
         self.plot()
-        if self.tensorboard is not None:
-            with self.forgive("tensorboard"):
-                self.tensorboard.close()
-        if self.file is not None:
-            with self.forgive("log.jsonl"):
-                self.file.close()
-        if self.wandb is not None:
-            with self.forgive("wandb"):
-                self.wandb.finish()
+        for what, sink in self.sinks.items():
+            with self.forgive(what):
+                sink.finish() if what == "wandb" else sink.close()
+
+
+def show(writer, values: dict):
+    """One line of the log in TensorBoard, on disk at once."""
+    for key, value in values.items():
+        if isinstance(value, str):
+            writer.add_text(key, value, values["step"])
+        elif key != "step" and value is not None:
+            writer.add_scalar(key, value, values["step"])
+    writer.flush()
 
 
 def read_log(path) -> list[dict]:

@@ -229,8 +229,8 @@ def test_a_full_disk_costs_lines(tmp_path, monkeypatch, broken):
     with pytest.warns(UserWarning, match="goes on without it: OSError.*No space left") as caught:
         log = RunLog(tmp_path)
         if broken == "write":
-            log.file.close()
-            log.file = types.SimpleNamespace(write=full, close=full)
+            log.sinks["log.jsonl"].close()
+            log.sinks["log.jsonl"] = types.SimpleNamespace(write=full, close=full)
         for step in range(3):
             log.write(step=step, loss=1.0)
             log.plot()
@@ -249,7 +249,7 @@ def test_seconds_go_on_over_a_resume(tmp_path, monkeypatch):
             now[0] += 1.5
             log.write(step=step, loss=1.0)
             log.write(step=step, val_loss=1.0)
-        log.file.close()
+        log.sinks["log.jsonl"].close()
     steps(RunLog(tmp_path), 1, 2, 3, 4)
     now[0] += 5000
     steps(RunLog(tmp_path, resume_step=3), 4, 5)
@@ -296,7 +296,7 @@ def test_tensorboard_never_stops_a_run(tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match="tensorboard failed") as caught:
             log = RunLog(tmp_path / broken if (tmp_path / broken).mkdir() is None else None, tensorboard=True)
             if broken == "write":
-                monkeypatch.setattr(log.tensorboard, "add_scalar", lambda *args: 1 / 0)
+                monkeypatch.setattr(log.sinks["tensorboard"], "add_scalar", lambda *args: 1 / 0)
             for step in (1, 2):
                 log.write(step=step, loss=1.0)
             log.close()

@@ -5,18 +5,14 @@
                          tokenizer.json
                          state.json         both configs, progress, fingerprints of data and tokenizer; size and sha256
                                             of the other files, which are compared before anything is used
-                         (a sharded run has shard-0000N-...safetensors, one per rank, for the first two: sharded.py)
+                         (a sharded run has shard-0000N-...safetensors, one per rank, for the first two: saves.py)
     out/run/ckpt_best/, out/run/ckpt_step_0001000/   the same; numbered ones are hard links and cost no writing
 
-*Saving.*  Everything is written into ckpt_x.new and fsynced, state.json last.  Then ckpt_x becomes ckpt_x.replaced,
-ckpt_x.new becomes ckpt_x, and the replaced one is removed.  No portable call swaps two folders, so a kill can fall
-between the two renames; then both neighbours are complete.  Readers therefore look at ckpt_x, a complete ckpt_x.new and
-ckpt_x.replaced, in this order, and change nothing, since another process may be saving; the next save, or `recover` at
-the start of a run, finishes or undoes what was cut off.  (A symlink to numbered folders could be swapped in one call,
-but would not survive copying a run to a machine or file system without links.)
-
-*Reading.*  `path` is a run folder or one of its checkpoints; of a run folder, ckpt_{which} is meant, or without `which`
-ckpt_last (a WSD run is best where it ends), else ckpt_best, else the newest numbered one.
+Everything is written into ckpt_x.new and fsynced, state.json last.  Then ckpt_x becomes ckpt_x.replaced, ckpt_x.new
+becomes ckpt_x, and the replaced one is removed.  No portable call swaps two folders, so a kill can fall between the two
+renames; then both neighbours are complete.  Readers look at ckpt_x, ckpt_x.new and ckpt_x.replaced, in this order, and
+change nothing, since another process may be saving; the next save or the start of a run `recover`s what was cut off.
+(A symlink could be swapped in one call, but would not survive copying a run to a file system without links.)
 """
 
 import contextlib
@@ -211,7 +207,9 @@ def read(path, which: str | None, use):
 
 
 def find(path, which: str | None = None) -> Path:
-    """The folder of the checkpoint that `path` and `which` mean; amid a save, the complete one beside its place."""
+    """The checkpoint meant, amid a save the complete one beside its place.  `path` is a checkpoint or a run folder, of
+    which ckpt_{which} is meant, or ckpt_last (a WSD run is best where it ends), else ckpt_best, else the newest number.
+    """
     path = Path(path)
     if path.name.startswith("ckpt_") or (path / STATE).exists():
         names = [path]

@@ -1,12 +1,10 @@
 """The tensors of a checkpoint: weights and optimizer state by name, loaded into a model of any layout.
 
-*Names.*  torch.compile and DistributedDataParallel put `_orig_mod.` and `module.` before names.  Saving goes through
-the bare module and loading strips them, so files never depend on how a run was started.  Optimizer state goes by name,
-not by position, so it does not care how parameters are grouped, nor about the number of ranks.
-
-*Loading* reads tensor by tensor, a rank what it needs, into memory that is there already: dtypes convert on the way,
-and resuming peaks no higher than training.  Buffers that a model registers are stored like weights; those that are not
-persistent are what its constructor makes.
+Names are the bare module's, without `_orig_mod.` (torch.compile) and `module.` (DistributedDataParallel), so that files
+never depend on how a run was started; optimizer state by name cares neither how parameters are grouped nor about the
+number of ranks.  Loading reads tensor by tensor, a rank what it needs, into memory that is there already: dtypes
+convert on the way, and resuming peaks no higher than training.  Registered buffers are stored like weights; those that
+are not persistent are what the model's constructor makes.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from model import GPT, ModelConfig
 from stack.checkpoint.folder import STATE, TOKENIZER, read, verify, writing
 from stack.data.tokenizer import Tokenizer
-from stack.parallel.sharding import fill, give_memory, is_sharded
+from stack.parallel.sharding import give_memory, part_of
 
 WEIGHTS, OPTIM = "model.safetensors", "optim.pt"
 OF_OPTIM = "optim/"  # before the names of optimizer state in a sharded checkpoint
@@ -172,7 +170,8 @@ def _restore(model, optimizers, scaler, folder: Path, state: dict, strict: bool)
             elif any(torch.is_tensor(v) and v.ndim and v.shape != p.shape for v in entry["state"].values()):
                 faults[names[p]] = "is of another shape"
             elif entry["state"]:
-                whole["state"][position] = {key: _like(p, value) for key, value in entry["state"].items()}
+                whole["state"][position] = {key: part_of(value, p) if torch.is_tensor(value) and value.ndim else value
+                                            for key, value in entry["state"].items()}
         loads.append((opt, whole))
     faults_of_file = {name: "has no parameter in the model" for name in saved["optimizers"]}
     if strict and (faults or faults_of_file):
@@ -184,15 +183,6 @@ def _restore(model, optimizers, scaler, folder: Path, state: dict, strict: bool)
     if scaler is not None and scaler.is_enabled() and saved["scaler"]:
         scaler.load_state_dict(saved["scaler"])
     return list(faults)
-
-
-def _like(p, value):
-    """A parameter's optimizer state as the parameter lies: sharded like it."""
-    if not is_sharded(p) or is_sharded(value) or not torch.is_tensor(value) or value.ndim == 0:
-        return value
-    mine = torch.empty_like(p.detach(), dtype=value.dtype)
-    fill(mine, value)
-    return mine
 
 
 def unwrap(model):

@@ -1,9 +1,8 @@
 """Several processes: who am I, and what do the others say.
 
-`torchrun` starts the processes; without it there is one.  They form a mesh of two dimensions: `tp` neighbours share
-one copy of the model and read the same batches, and dp_size such copies divide the batch.  Everything that decides
-something (stop, skip a step, best so far) is decided on values reduced over all ranks, so that no rank goes where
-another does not.  Tested with gloo on CPU; with nccl none of this has run.
+`torchrun` starts them; `tp` neighbours share one copy of the model and read the same batches, and dp_size such copies
+divide the batch.  What decides something (stop, skip a step, best so far) is a value reduced over all ranks, so that no
+rank goes where another does not.  Tested with gloo on CPU; with nccl none of this has run.
 """
 
 import os
@@ -53,10 +52,9 @@ class Ranks:
 
 def read_ranks(tp: int = 1) -> Ranks:
     """What torchrun put into the environment; RANK without an address to meet at (a cluster's leftover) is no group."""
-    said = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("LOCAL_RANK", "0"),
-                                                                   ("WORLD_SIZE", "1"))}
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
-        said = dict.fromkeys(said, "0") | {"WORLD_SIZE": "1"}
+    said = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    if "TORCHELASTIC_RUN_ID" in os.environ or "MASTER_ADDR" in os.environ:
+        said |= {key: os.environ[key] for key in said if key in os.environ}
     if not all(value.isdecimal() for value in said.values()) or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
         raise ValueError("the environment has " + ", ".join(f"{key}={value}" for key, value in said.items()) + ": RANK "
                          "must be less than WORLD_SIZE. Start several ranks with torchrun; for a single one, unset "

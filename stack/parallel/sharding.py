@@ -1,21 +1,16 @@
 """Which part of the model is mine, and how gradients travel.
 
-`parallelize` turns a built model into this process's part of it by one call, in the only order that works: tensor
-parallelism changes what a projection holds, recomputation wraps a block, the compiler sees both, data parallelism goes
-around it all.
-
 *ddp*: every process holds the model, gradients are averaged after the last micro batch's backward
 (DistributedDataParallel; or, since that knows no parts, by `finish_gradients` where tp is more than 1).
 
 *fsdp*: weights, gradients and optimizer state are divided over the dp ranks (FSDP2's `fully_shard`), and a block's
 weights are gathered when it runs, so that 1/dp_size of the state and one block are in memory.  Each block is a group;
 the table, learned positions, final norm and an untied head are the root group, gathered once a micro batch: a tied
-table is one parameter used at both ends, and a group of its own would be freed between them.  Built on the meta device,
-no process ever holds the whole model; initial weights are drawn parameter by parameter as one process draws them, and
-each keeps its rows.  Blocks are gathered in the matmuls' format, which halves the traffic; the root group stays fp32,
-as autocast leaves the table and with it the residual stream.  The result is autocast's but for the blocks' gains and
-biases, which are rounded too (at 1 and 0, where they start, to themselves).  Gradients are reduced after the last micro
-batch only; where there are several, each rank holds the whole of them (4 bytes a parameter) until then.
+table is one parameter used at both ends, and a group of its own would be freed between them.  Blocks are gathered in
+the matmuls' format, which halves the traffic; the root group stays fp32, as autocast leaves the table and with it the
+residual stream.  The result is autocast's but for the blocks' gains and biases, which are rounded too (at 1 and 0,
+where they start, to themselves).  Gradients are reduced after the last micro batch only; where there are several, each
+rank holds the whole of them (4 bytes a parameter) until then.
 """
 
 import copy
@@ -36,15 +31,21 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
                 remat: str = "none", compile: bool = False):
     """This process's part of a built model, to be called like it; `model` itself is changed in place.
 
-    dtype: of the matmuls, as autocast will have it.  A model on the meta device gets memory on `device` and the initial
-    weights that a whole one would have drawn from the same random state; another one is moved there.
+    The order is the only one that works: tensor parallelism changes what a projection holds, recomputation wraps a
+    block, the compiler sees both, data parallelism goes around it all.  dtype: of the matmuls, as autocast has it.  A
+    model on the meta device, which no process ever holds whole, gets memory on `device` and the initial weights that a
+    whole one would have drawn from the same random state; another one is moved there.
     """
     sharded = dp == "fsdp" and ranks.dp_size > 1
     if ranks.tp > 1 and dtype == torch.float16:
         raise ValueError("dtype is float16, whose loss scaling would differ between the parts of a matrix. With tp "
                          f"({ranks.tp}) use --dtype=bfloat16 or float32.")
     if next(model.parameters()).is_meta:
-        draw_defaults(model)
+        # Draw what constructors draw and init_weight then overwrites: so the random numbers behind it are those of a
+        # model built in the ordinary way.
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                copy.deepcopy(module).to_empty(device="cpu").reset_parameters()
     else:
         model.to(device)
     if ranks.tp > 1:
@@ -98,9 +99,8 @@ def finish_gradients(model, ranks: Ranks):
 def whole(model, compile: bool = False):
     """A sharded model put together on every rank, fp32, to evaluate and sample from; an unsharded one itself.
 
-    Called by all ranks together; what comes back any of them may run without the others (an uneven share of the
-    held-out windows, a sample on one).  FSDP's own forward would have them wait for each other, and counts on a
-    backward.
+    Called by all ranks together; then any may run it without the others (an uneven share of the held-out windows, a
+    sample on one), where FSDP's own forward would have them wait for each other, and counts on a backward.
     """
     if not any(is_sharded(p) for p in model.parameters()):
         return model
@@ -119,8 +119,7 @@ def whole(model, compile: bool = False):
 @torch.no_grad()
 def give_memory(model, device):
     """Memory on `device` for a model built on the meta device: parameters are left for the caller to fill, buffers get
-    the values of one built on the CPU.  That one exists only where there are buffers, and draws no random numbers of
-    the caller's."""
+    the values of one built on the CPU, where there are any, without drawing the caller's random numbers."""
     model.to_empty(device=device)
     if next(model.buffers(), None) is not None:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -147,19 +146,16 @@ def is_sharded(tensor) -> bool:
 
 @torch.no_grad()
 def fill(tensor, full):
-    """Copy a whole tensor into one that may be sharded: each process takes its part, nothing is sent."""
-    if is_sharded(tensor):
-        from torch.distributed.tensor import distribute_tensor
-        full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(full)
+    """Copy a whole tensor into one that may be sharded."""
+    tensor.copy_(part_of(full, tensor))
 
 
-def draw_defaults(model):
-    """Draw what PyTorch's constructors draw, and init_weights then overwrites, for a model without memory: so that the
-    random numbers behind them are those of a model built in the ordinary way."""
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            copy.deepcopy(module).to_empty(device="cpu").reset_parameters()
+def part_of(full, like):
+    """A whole tensor sharded like another, which may be whole: each process takes its part, nothing is sent."""
+    if not is_sharded(like) or is_sharded(full):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def recomputed(forward, remat: str, random: bool):

@@ -7,21 +7,16 @@ layer waits for its sums.  Below that size data parallelism costs less (docs/sca
 part of the MLP need nothing from the others in between; the output is a sum over ranks.  One all-reduce of (N, C) after
 attention and one after the MLP, in backward one each for the gradients of their inputs.  PyTorch's DTensor does this
 (torch.distributed.tensor.parallel): parameters know their placement, so that FSDP, optimizers and checkpoints do too.
-The inputs of a block's half become DTensors once, for all its column-parallel matrices: left to each of wq wk wv, the
-backward would sum three times.
 
 *Table.*  A rank holds V/tp rows.  It looks up its own ids, the others' are zeros, one all-reduce gives every rank all
 vectors.  (RowwiseParallel knows nn.Embedding too, but its backward makes a gradient for all V rows on each rank.)
 
-*Loss head.*  model.py's walk over chunks, with other arithmetic: a rank has its own columns of a chunk's logits.  What
-its softmax needs of the others is the largest logit, the sum of exponentials and the target's logit: an all-reduce of
-(n,), then one of (n, 2) for the two sums together.  The gradient forms in the forward pass as on one rank; that of the
-hidden states is a sum over ranks, one all-reduce of (N, C) in backward.  No rank ever has a whole row of logits.
+*Loss head.*  model.py's walk over chunks, where a rank has its own columns of a chunk's logits and never a whole row.
+What its softmax needs of the others is the largest logit, the sum of exponentials and the target's logit: an all-reduce
+of (n,), then one of (n, 2).  The hidden states' gradient is a sum over ranks, one all-reduce of (N, C) in backward.
 
 *What is the same everywhere*, norm gains and learned positions, is computed from the same numbers on each rank, so that
-their gradients are equal.  The gains of QK-norm are the exception: a rank sees its own heads only, and its gradient is
-a part of the sum.  That is taken once a step (`sum_shared_gradients`), where doing it in each micro step's backward
-would cost 2 L small all-reduces.
+their gradients are equal; but for the gains of QK-norm, of which each rank sees its own heads only.
 
 Rejected: sequence parallelism (norms on T/tp tokens: the same bytes on the link, less activation memory, a third
 placement to keep in mind), and dropout, which would have to draw alike outside of the heads and differently inside.
@@ -78,24 +73,21 @@ def apply(model: GPT, mesh):
     left is for training: forward needs targets, and parallel.whole gives the model that can be sampled from.
     Raises ValueError with all `problems`.
     """
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel
     if found := problems(model.cfg, mesh.size()):
         raise ValueError("\n".join(found))
 
-    def shared(*others):  # the first argument becomes a DTensor, whose gradients add up before they are reduced
-        return PrepareModuleInput(input_layouts=(Replicate(), *others), desired_input_layouts=(Replicate(), *others))
+    # The first argument becomes a DTensor once for all column-parallel matrices: left to each of wq wk wv, the backward
+    # would sum three times.
+    def shared(*others):
+        layouts = Replicate(), *others
+        return parallel.PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+    by_rows, by_columns = parallel.ColwiseParallel(), parallel.RowwiseParallel()  # named for y = x @ W, stored is W.T
     for block in model.blocks:
-        parallelize_module(block, mesh, {
-            "attn": shared(None, None, None), "attn.wq": ColwiseParallel(), "attn.wk": ColwiseParallel(),
-            "attn.wv": ColwiseParallel(), "attn.wo": RowwiseParallel(),
-            "mlp": shared(), "mlp.w_up": ColwiseParallel(), "mlp.w_down": RowwiseParallel(),
-            **({"mlp.w_gate": ColwiseParallel()} if block.mlp.w_gate is not None else {})})
+        parallel.parallelize_module(block, mesh, {
+            "attn": shared(None, None, None), "attn.wq": by_rows, "attn.wk": by_rows, "attn.wv": by_rows,
+            "attn.wo": by_columns, "mlp": shared(), "mlp.w_up": by_rows, "mlp.w_down": by_columns,
+            **({"mlp.w_gate": by_rows} if block.mlp.w_gate is not None else {})})
     for module in (model.embed, model.head):
         if module is not None:
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
@@ -104,7 +96,10 @@ def apply(model: GPT, mesh):
 
 
 def sum_shared_gradients(model: GPT, group):
-    """After a step's last backward: make the gradients of parameters that each rank used for its own heads whole."""
+    """After a step's last backward: make whole the gradients of QK-norm's gains, of which a rank has its heads' part.
+
+    Once a step: in each micro step's backward it would cost 2 L small all-reduces.
+    """
     gains = [local(p.grad) for block in model.blocks for norm in (block.attn.q_norm, block.attn.k_norm)
              for p in norm.parameters() if p.grad is not None]
     if gains:
@@ -130,7 +125,7 @@ def _lookup(embed, mesh, ids):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loss head.  V stands for this rank's V/tp columns, n_own of which are no padding
+# The loss head.  V stands for this rank's V/tp columns
 
 
 def cross_entropy(hidden, weight, targets, *, mesh, **options):
@@ -149,37 +144,31 @@ def cross_entropy(hidden, weight, targets, *, mesh, **options):
 def _chunk_arithmetic(group, logits, targets, scale, n_vocab: int, ignore_index: int, z_loss: float, softcap: float,
                       grad: bool):
     """model.chunk_arithmetic of all ranks' columns: loss (n,), the same everywhere; own logits become gradients."""
-    V = logits.shape[1]
-    first = dist.get_rank(group) * V
-    n_own = min(max(n_vocab - first, 0), V)
-    valid, own = targets != ignore_index, targets - first  # (n,) both; own is a column where it lies in 0..n_own - 1
-    top, sums = scale.new_full((len(logits),), -torch.inf), scale.new_zeros(len(logits), 2)  # of padding only
-    if n_own:
-        top = run_chunk(_largest, logits, n_own, softcap)  # (n,)
+    first = dist.get_rank(group) * logits.shape[1]
+    n_own = n_vocab - first  # columns from there on are padding: all of them if it is not positive
+    valid, own = targets != ignore_index, targets - first  # (n,) both; own is a column where it lies in 0..V - 1
+    top = run_chunk(_largest, logits, n_own, softcap)  # (n,)
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    if n_own:
-        sums = run_chunk(_sums, logits, own, valid, top, n_own, softcap)  # (n, 2)
+    sums = run_chunk(_sums, logits, own, valid, top, n_own, softcap)  # (n, 2)
     dist.all_reduce(sums, group=group)
     rest = sums[:, 0].log()  # log-sum-exp above the largest logit
     lse = rest + top
     loss = rest - sums[:, 1]
     if z_loss:
         loss = loss + z_loss * lse * lse
-    if grad and n_own == 0:
-        logits.zero_()
-    elif grad:
+    if grad:
         factor = 1 + 2 * z_loss * lse  # of the softmax
         run_chunk(_gradient, logits, own, top, rest, factor, scale * valid, n_own, softcap)
     return torch.where(valid, loss, 0)
 
 
 def _capped(logits, n_own, softcap):
-    """The columns that count, wide and soft-capped; the derivative of the cap."""
-    x = logits[:, :n_own].to(torch.promote_types(logits.dtype, torch.float32))
-    if not softcap:
-        return x, None
-    capped = torch.tanh(x / softcap)
-    return softcap * capped, 1 - capped * capped
+    """The logits, wide and soft-capped, -inf where padding; the derivative of the cap, or None."""
+    x, slope = logits.to(torch.promote_types(logits.dtype, torch.float32)), None
+    if softcap:
+        capped = torch.tanh(x / softcap)
+        x, slope = softcap * capped, 1 - capped * capped
+    return torch.where(torch.arange(x.shape[1], device=x.device) < n_own, x, -torch.inf), slope
 
 
 def _largest(logits, n_own: int, softcap: float):
@@ -189,7 +178,7 @@ def _largest(logits, n_own: int, softcap: float):
 def _sums(logits, own, valid, top, n_own: int, softcap: float):
     """(n, 2): the sum of exponentials, and the target's logit where it is one of ours; both relative to the largest."""
     x = _capped(logits, n_own, softcap)[0] - top[:, None]
-    here = valid & (own >= 0) & (own < n_own)
+    here = valid & (own >= 0) & (own < x.shape[1])
     target = x.gather(1, torch.where(here, own, 0)[:, None]).squeeze(1)
     return torch.stack((torch.exp(x).sum(dim=-1), torch.where(here, target, 0)), dim=1)
 
@@ -198,8 +187,7 @@ def _gradient(logits, own, top, rest, factor, scale, n_own: int, softcap: float)
     """Overwrite the logits by scale * dloss/dlogits."""
     x, slope = _capped(logits, n_own, softcap)
     d = torch.exp(x - top[:, None] - rest[:, None]) * factor[:, None]
-    d = torch.where(torch.arange(n_own, device=x.device) == own[:, None], d - 1, d)
+    d = torch.where(torch.arange(x.shape[1], device=x.device) == own[:, None], d - 1, d)
     if slope is not None:
         d = d * slope
-    logits[:, :n_own] = (d * scale[:, None]).to(logits.dtype)
-    logits[:, n_own:] = 0
+    logits.copy_(d * scale[:, None])
