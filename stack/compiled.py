@@ -25,18 +25,18 @@ def compile_or_not(function, random: bool = False):
     """
     fast = torch.compile(function, dynamic=False)
 
-    def call(*args):
+    def call(*args, **options):
         try:
             with torch._functorch.config.patch(aggressive_recomputation=not random and not torch.cuda.is_available(),
                                                is_non_builtin_to_include=True):
-                return fast(*args)
+                return fast(*args, **options)
         except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
             if not is_compilers(error):
                 raise
             warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
                           f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
             torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
-            return function(*args)
+            return function(*args, **options)
     return call
 
 
@@ -66,11 +66,11 @@ def chunk_arithmetic(*args):
 # Attention under document masks on a GPU
 
 
-def document_mask(model: GPT, where, size: int, docs):
-    """In place of GPT.mask while training: a BlockMask, of which whole blocks of unseen keys are left out."""
+def document_mask(model: GPT, plain, where, size: int, docs, *more):
+    """In place of GPT.mask, `plain`, while training: a BlockMask, of which whole blocks of unseen keys are left out."""
     dropout = model.training and model.cfg.dropout > 0  # FlexAttention has none
-    if docs is None or size != len(where) or dropout:
-        return type(model).mask(model, where, size, docs)
+    if docs is None or size != len(where) or dropout or more:
+        return plain(where, size, docs, *more)
     from torch.nn.attention.flex_attention import create_block_mask
 
     def same_document(b, h, q, k):

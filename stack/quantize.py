@@ -1,5 +1,7 @@
 """Weights of 8 bits for inference: half the memory, and on a CPU faster to read.  One call on a built model."""
 
+import copy
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -41,10 +43,12 @@ def quantize_int8(model):
 
 
 def _same(int8: Int8Linear, linear: nn.Linear) -> bool:
-    """Whether they give the same products of random vectors, the linear with int8's rounded weights."""
+    """Whether they give the same products of random vectors, in fp32, the linear with int8's rounded weights."""
+    int8, linear = copy.deepcopy(int8).float(), copy.deepcopy(linear).float()
+    linear.weight.data = int8.weight * int8.scale[:, None]
     x = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight)
-    weight = linear.weight.data
-    linear.weight.data = int8.weight.to(weight.dtype) * int8.scale[:, None]
-    want, got = linear(x).float(), int8(x).float()
-    linear.weight.data = weight
-    return bool((got - want).norm() <= (5e-3 if weight.dtype == torch.float32 else 1e-2) * want.norm())
+    try:
+        want, got = linear(x), int8(x)
+    except Exception:  # one that is called otherwise
+        return False
+    return bool((got - want).norm() <= 1e-3 * want.norm())

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 
 from model import GPT, ModelConfig, fused_linear_cross_entropy
 from stack.compiled import run_chunk
+from stack.twins import replace_function
 
 ROWS = 128  # of the table, on each rank, are a multiple of this: as Megatron pads, for the matmuls' sake
 
@@ -92,7 +93,7 @@ def apply(model: GPT, mesh):
         if module is not None:
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
     model.embed.forward = functools.partial(_lookup, model.embed, mesh)
-    model.cross_entropy = functools.partial(cross_entropy, mesh=mesh)
+    replace_function(model, "cross_entropy", functools.partial(cross_entropy, mesh=mesh))
 
 
 def sum_shared_gradients(model: GPT, group):

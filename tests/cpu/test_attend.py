@@ -199,3 +199,30 @@ def test_int8_model(tiny):
     plain = generate(model, [[1, 2]], max_new_tokens=9)
     model.decoder = twins.compiled_step
     assert generate(model, [[1, 2]], max_new_tokens=9) == plain
+
+
+class Louder(torch.nn.Linear):
+    def forward(self, x):
+        return 1.01 * super().forward(x)
+
+
+class Asks(torch.nn.Linear):
+    def forward(self, x, more):
+        return super().forward(x) + more
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_other_linears_keep_their_weights(tiny, dtype, bias):
+    """What multiplies otherwise, by 1 %, or is called otherwise stays what it is, with its weights; a subclass that
+    does the same does not."""
+    model = tiny(bias=bias).to(dtype)
+    mlp, attn = model.blocks[1].mlp, model.blocks[1].attn
+    kinds = {(mlp, "w_up"): Louder, (mlp, "w_down"): Asks, (attn, "wo"): type("Same", (torch.nn.Linear,), {})}
+    for (part, name), kind in kinds.items():
+        getattr(part, name).__class__ = kind
+    kept = [(linear, linear.weight.detach().clone()) for linear in (mlp.w_up, mlp.w_down)]
+    quantize_int8(model)
+    assert [linear for linear, _ in kept] == [mlp.w_up, mlp.w_down] and isinstance(attn.wo, Int8Linear)
+    assert all(torch.equal(linear.weight, weight) and linear.weight.dtype == dtype for linear, weight in kept)
+    assert sum(isinstance(part, Int8Linear) for part in model.modules()) == 2 * 7 - 2

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from conftest import resident, tiny_config
 
-from model import GPT, KVCache, RMSNorm, generate
-from stack import twins
+from model import GPT, Attention, KVCache, RMSNorm, generate
+from stack import compiled, twins
 from stack.cpu import decode
 from stack.quantize import quantize_int8
 from stack.twins import fast_decoding, plain_step
@@ -227,3 +227,104 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     with pytest.raises(OSError, match=r"(?s)no g\+\+.*Install a C\+\+ compiler"):
         generate(fast_decoding(lively()), [[1, 2]], max_new_tokens=3)
+
+
+def one_per_cent(part, monkeypatch):
+    """Change what model.py computes in one kind of place by 1 %."""
+    if part == "norm":
+        norm = RMSNorm.forward
+        monkeypatch.setattr(RMSNorm, "forward", lambda self, x: (norm(self, x.float()) * 1.01).to(x.dtype))
+    elif part == "attend":
+        attend = Attention.attend
+        monkeypatch.setattr(Attention, "attend", lambda self, *args: 1.01 * attend(self, *args))
+    else:
+        logits = GPT.logits
+        monkeypatch.setattr(GPT, "logits", lambda self, h: logits(self, h) * 1.01)
+
+
+SHAPES = {"demo": dict(n_layers=3, d_model=128), "flagship": dict(n_layers=30)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("part", ["norm", "attend", "logits"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "autocast"])
+def test_one_per_cent(monkeypatch, shape, part, precision):
+    """1 % of a part is noticed, in 16 and 8 bits too, where rounding alone makes more."""
+    monkeypatch.setattr(twins, "compiled_step", plain_step)
+    model = lively(**SHAPES[shape])
+    if precision in ("bf16", "int8"):
+        model = quantize_int8(model.bfloat16()) if precision == "int8" else model.bfloat16()
+    one_per_cent(part, monkeypatch)
+    with pytest.warns(UserWarning, match="decode.cpp does not compute what model.py computes"), torch.autocast(
+            "cpu", torch.bfloat16, enabled=precision == "autocast"):
+        generate(fast_decoding(model), [[1, 2, 3]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("std", [0.0, 0.1])
+def test_rounding_is_no_change(shape, rows, std):
+    """In a deep model of 16 bits rounding makes several per cent, and decode.cpp serves; the weights stay where they
+    are, and as they are, and can be trained."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = GPT(tiny_config(**SHAPES[shape]))
+        for p in model.parameters():
+            p.data += torch.randn_like(p) * std
+        model = fast_decoding(model.bfloat16())
+        parameters = list(model.parameters())
+        before = [(p.data_ptr(), p.detach().clone()) for p in parameters]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            generate(model, [[5] * (seed * 9 + 1)] * rows, max_new_tokens=2)
+        for (at, old), p in zip(before, parameters, strict=True):
+            assert at == p.data_ptr() and torch.equal(old, p)
+        model(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).backward()
+        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_change_under_documents(monkeypatch):
+    """A model that was compared without padding is compared again with it, here where it may see the padding."""
+    monkeypatch.setattr(twins, "compiled_step", plain_step)
+    monkeypatch.setattr(GPT, "mask", lambda self, where, size, docs: torch.arange(size) <= where[:, None])
+    model = fast_decoding(lively())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, [[1, 2, 3]], max_new_tokens=2)
+    with pytest.warns(UserWarning, match="decode.cpp does not compute"):
+        assert generate(model, [[1, 2, 3], [4]], max_new_tokens=9) == generate_plainly(
+            model, [[1, 2, 3], [4]], max_new_tokens=9)
+
+
+def window(self, q, k, v, mask):
+    ago = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
+    seen = (ago >= 0) & (ago < 20)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen if mask is None else seen & mask, enable_gqa=True)
+
+
+def sharper_by_default(self, q, k, v, mask, scale=0.9):
+    return F.scaled_dot_product_attention(scale * q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1,
+                                          enable_gqa=True)
+
+
+@pytest.mark.parametrize("change", ["attend", "window", "argument"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4]]])
+def test_changed_attention_of_one_query(monkeypatch, change, dtype, prompts):
+    """The compiler's own twin of it too is compared, in fp32, and never piles up on a model."""
+    monkeypatch.setattr(decode, "Step", Mock(side_effect=TypeError))
+    monkeypatch.setattr(compiled, "decoder", plain_step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fast_decoding(lively().to(dtype))
+        for _ in range(3):
+            generate(model, prompts, max_new_tokens=3)
+    assert len(type(model.blocks[0].attn).__mro__) == len(Attention.__mro__) + 1
+    if change == "attend":
+        one_per_cent("attend", monkeypatch)
+    elif change == "window":
+        monkeypatch.setattr(Attention, "attend", window)
+    else:
+        monkeypatch.setattr(Attention, "attend", sharper_by_default)
+    with pytest.warns(UserWarning, match="compiled decoding does not compute"):
+        generate(fast_decoding(model), prompts, max_new_tokens=3)
