@@ -4,8 +4,8 @@
         code, stdout, stderr = commands(folder, "train.py", "--max_steps=10")
 
 A Python that has imported what takes seconds, and nothing of ours, forks once for each command: what runs is the code
-in `folder`, whatever the tests have imported.  torch.compile traces and differentiates as ever, but leaves the operators
-of a graph as they are (inductor=True: it makes C++ of them, 3 to 5 seconds a graph).
+in `folder`, whatever the tests have imported.  torch.compile traces and differentiates as ever, but runs the operators
+of a graph one by one, where with inductor=True it makes C++ of them, which takes seconds.
 """
 
 import importlib
