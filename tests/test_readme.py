@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
          for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 README = PAGES["README.md"]
-COMING = {"docs/hacking.md"}  # linked from the README and not written yet
+COMING = set()  # linked from the README and not written yet
 SMALLER = {  # appended to a command, so that it takes seconds
     "prepare.py": ["--max_bytes", "600000"],
     "train.py": ["--max_steps=4", "--warmup_steps=1", "--compile=false", "--eval_interval=2", "--eval_tokens=4096"],
