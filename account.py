@@ -57,6 +57,11 @@ class AccountConfig:
                 if getattr(self, name) < 1]
 
 
+def padded_rows(vocab_size: int, tp: int) -> int:
+    """Vocabulary that splits into `tp` equal slices, each a multiple of 128 rows."""
+    return -(-vocab_size // (TP_MULTIPLE * tp)) * TP_MULTIPLE * tp
+
+
 def run_hours(flops: float, peak_tflops: float, mfu: float) -> float:
     return flops / (peak_tflops * 1e12 * mfu) / 3600
 
@@ -154,8 +159,7 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
     sizes = {V: counts.num_params(replace(cfg, vocab_size=V, vocab_multiple=1)) for V in VOCABULARIES}
     return a | {
         "vocab_size": cfg.vocab_size, "padded_vocab_size": cfg.padded_vocab_size,
-        "padded_vocab_size_by_tp": {tp: replace(cfg, vocab_multiple=TP_MULTIPLE * tp).padded_vocab_size
-                                    for tp in TP_SIZES},
+        "padded_vocab_size_by_tp": {tp: padded_rows(cfg.vocab_size, tp) for tp in TP_SIZES},
         "vocabularies": {V: {"total": n["total"], "table_share": (n["embedding"] + n["head"]) / n["total"]}
                          for V, n in sizes.items()},
     }
