@@ -33,8 +33,8 @@ SETTINGS = ["--vocab_size=320", "--d_model=32", "--n_layers=2", "--n_heads=2", "
             "--d_ff=48", "--max_seq_len=128", "--seq_len=64", "--micro_batch_size=2", "--batch_tokens=256",
             "--max_steps=10", "--warmup_steps=2", "--log_interval=1", "--eval_interval=10", "--eval_tokens=1024",
             "--save_interval=0", "--sample_interval=0", "--device=cpu", "--dtype=float32"]
-SAMPLE = ["sample.py", "out/plain", "--prompt", "def main(", "--temperature=0", "--max_new_tokens=40", "--no_stop",
-          "--ids", "--device=cpu", "--dtype=float32"]
+SAMPLE = ["sample.py", "out/plain", "--prompt", "def main(", "--temperature=1", "--top_p=1", "--max_new_tokens=100",
+          "--no_stop", "--ids", "--device=cpu", "--dtype=float32"]
 EVAL = ["--max_tokens=1024", "--json", "--device=cpu", "--dtype=float32"]
 TEXTS = [f'def f{i}():\n    return "{i}, {i * i}"\n' * (20 + i) for i in range(30)]
 PREPARE = ["prepare.py", "texts.csv", "--vocab_size=320", "--val_fraction=0.2", "--text_key=body", "--workers=1",
@@ -182,7 +182,7 @@ def test_nothing_is_silently_another_model(name, commands, run_eval, data, untou
     assert apart == 0 if name in SAME_TRAINING else apart > 4e-4  # more than what counts as equal below
     if name in CONCERN_A_TWIN:
         assert hack.log("compiled", "loss") == pytest.approx(losses, abs=2e-4)
-    assert len(text.split()) == 40 and fast_text == text
+    assert len(text.split()) == 100 and fast_text == text
     assert held_out["loss"] == pytest.approx(hack.log("plain", "val_loss")[-1], abs=1e-5)
     assert held_out["quantized"]["loss"] == pytest.approx(held_out["loss"], abs=0.01)
     weights = load_file(tmp_path / "out/plain/ckpt_last/model.safetensors")
