@@ -32,10 +32,11 @@ except ModuleNotFoundError as error:
 
 from model import INIT_STD, ModelConfig
 from stack import counts
-from stack.config import TrainConfig, as_command, load
+from stack.config import as_command, load
 from stack.device import DTYPES, PEAK_TFLOPS
 from stack.memory import activation_bytes, head_bytes, optimizers_of, owned, train_state_bytes
 from stack.optim import NS_STEPS, AdamW, Muon
+from stack.train_config import TrainConfig
 
 GPUS = {  # name in device.PEAK_TFLOPS: memory in GB, memory bandwidth in GB/s (NVIDIA data sheets; SXM for A100, H100)
     "A100": (80, 2039), "H100": (80, 3350), "H200": (141, 4800), "RTX 4090": (24, 1008),

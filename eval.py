@@ -95,7 +95,7 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
 
     from stack.data.batches import iterate_windows
     from stack.device import pick_dtype
-    from stack.metrics import evaluate
+    from stack.evaluation.held_out import evaluate
     from stack.quantize import quantize_int8
     from stack.twins import compile_head
     if seq_len > model.cfg.max_seq_len:

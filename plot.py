@@ -20,7 +20,7 @@ from stack.config import as_command, written_aside
 
 def last_lines(run: str, xs) -> tuple[dict, dict]:
     """The last training and the last held-out line of a run's log.  FileNotFoundError or ValueError without them."""
-    from stack.metrics import read_log
+    from stack.log import read_log
     path = Path(run) / "log.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found: {run} is no run folder.\n"
@@ -47,7 +47,7 @@ def main():
         if Path(args.out).is_dir():
             raise ValueError(f"--out {args.out} is a folder.\n  Name a picture in it: --out "
                              f"{Path(args.out) / 'plot.png'}")
-        from stack.metrics import draw
+        from stack.log import draw
         xs = [args.x] if args.x else ["tokens", "seconds", "flops"]
         rows = [(run, *last_lines(run, xs)) for run in args.runs]
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)

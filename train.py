@@ -39,19 +39,21 @@ from stack import twins
 from stack.checkpoint.folder import read_state, recover, start_fresh
 from stack.checkpoint.saves import Saves
 from stack.checkpoint.tensors import load_optimizers, load_weights
-from stack.config import RunFailed, TrainConfig, describe, load, save_json, to_dict
+from stack.config import RunFailed, describe, load, save_json, to_dict
 from stack.counts import describe_groups, flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
 from stack.data.tokenizer import Tokenizer
 from stack.device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
+from stack.evaluation.held_out import evaluate
 from stack.exchange import hf
-from stack.metrics import RunLog, evaluate, printable
+from stack.log import RunLog, printable
 from stack.optim import make_optimizers, schedule
 from stack.parallel import tensor_parallel
 from stack.parallel.ranks import connect, disconnect, read_ranks
 from stack.parallel.sharding import fill, finish_gradients, local, parallelize, sync_gradients, total_norm, whole
 from stack.report import write_report
 from stack.resume import StopSignal, compare, resume_command, settle
+from stack.train_config import TrainConfig
 
 
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:

@@ -24,13 +24,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from bench import peers
 from bench.measure import ROOT, choose, matmul_rate, reset_peak, run_rows, spread, synchronize
 from model import ModelConfig
-from stack.config import TrainConfig, load, save_json
+from stack.config import load, save_json
 from stack.counts import flops_per_token
 from stack.data.batches import Batches, TokenData
 from stack.data.shards import write_meta, write_shard
 from stack.device import autocast, peak_flops, pick_dtype
-from stack.metrics import read_log
+from stack.log import read_log
 from stack.optim import make_optimizers
+from stack.train_config import TrainConfig
 
 DEFAULTS = ["--seq_len=1024", "--micro_batch_size=2", "--optimizer=adamw", "--doc_mask=false", "--dtype=bfloat16"]
 FLAGS = {}

@@ -4,7 +4,7 @@ The page holds all it shows: no script, no font, no picture from elsewhere, so t
 opens years later.  Colours are the browser's own (CSS system colours), which makes it light or dark as the reader has
 it.  Everything that comes from the run is escaped; a model's samples may be any text, HTML among it.
 
-Drawn by metrics.draw, the curves here are those of loss.png.  What a part of the page needs and the machine lacks (git,
+Drawn by log.draw, the curves here are those of loss.png.  What a part of the page needs and the machine lacks (git,
 a commit, a name) is left out.
 """
 
@@ -24,7 +24,7 @@ import torch
 from stack.config import written_aside
 from stack.counts import components, flops_per_token, kv_cache_bytes_per_token, num_params
 from stack.device import machine
-from stack.metrics import draw, printable, read_log
+from stack.log import draw, printable, read_log
 
 STYLE = """
 :root { color-scheme: light dark; --curve: #1f77b4 }

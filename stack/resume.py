@@ -6,8 +6,9 @@ import signal
 from dataclasses import asdict, replace
 
 from model import ModelConfig
-from stack.config import ConfigError, TrainConfig
+from stack.config import ConfigError
 from stack.optim import schedule
+from stack.train_config import TrainConfig
 
 
 class StopSignal:

@@ -11,8 +11,8 @@ from conftest import tiny_config
 import convert
 from model import GPT
 from stack.checkpoint import tensors as checkpoint
-from stack.config import TrainConfig
 from stack.data.tokenizer import Tokenizer, train_tokenizer
+from stack.train_config import TrainConfig
 
 LEARNED = dict(pos="learned", norm="layernorm", mlp="gelu", qk_norm=False, n_kv_heads=4, bias=True)  # GPT-2's switches
 

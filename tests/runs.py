@@ -24,10 +24,11 @@ from safetensors.torch import load_file
 
 import train
 from model import ModelConfig
-from stack.config import TrainConfig, save_json
+from stack.config import save_json
 from stack.data.shards import write_meta, write_shard
 from stack.data.tokenizer import train_tokenizer
-from stack.metrics import read_log
+from stack.log import read_log
+from stack.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMINGS = {"seconds", "tok_per_s", "step_ms", "data_wait", "mfu"}

@@ -17,9 +17,10 @@ import account
 import model as model_py
 from model import GPT, Block, KVCache, ModelConfig
 from stack import memory
-from stack.config import TrainConfig, load
+from stack.config import load
 from stack.counts import build, mean_keys
 from stack.optim import make_optimizers
+from stack.train_config import TrainConfig
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py")
                  if not path.name.startswith("data_"))  # recipes of prepare.py

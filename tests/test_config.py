@@ -10,7 +10,8 @@ from typing import Literal
 import pytest
 
 from model import ModelConfig
-from stack.config import ConfigError, TrainConfig, describe, load, save_json, to_dict
+from stack.config import ConfigError, describe, load, save_json, to_dict
+from stack.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -197,7 +198,7 @@ def test_help_lists_every_setting(capsys):
 
 def test_help_into_a_closed_pipe():
     """`--help | head -1` ends quietly."""
-    code = "from stack import config; config.load((config.TrainConfig,), ['--help'])"
+    code = "from stack import config, train_config; config.load((train_config.TrainConfig,), ['--help'])"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env={**os.environ, "PYTHONUNBUFFERED": ""})
     process.stdout.close()

@@ -10,9 +10,10 @@ from torch import nn
 import model as model_py
 from model import GPT, Attention, Block, KVCache, ModelConfig
 from stack import counts
-from stack.config import TrainConfig, load
+from stack.config import load
 from stack.counts import components, describe_groups, flops_per_token, kv_cache_bytes_per_token, mean_keys, num_params
 from stack.optim import make_optimizers
+from stack.train_config import TrainConfig
 
 GPT2 = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SWITCHES = [dict(zip(("pos", "norm", "mlp", "bias", "qk_norm", "tie_embeddings"), values, strict=True)) for values in

@@ -13,12 +13,12 @@ from conftest import document_ids, tiny_config
 import eval as evaluation
 from model import GPT
 from stack.checkpoint import tensors as checkpoint
-from stack.config import TrainConfig
 from stack.data.batches import Batches, TokenData
 from stack.data.shards import open_shard, write_meta, write_shard
 from stack.data.tokenizer import train_tokenizer
 from stack.evaluation import embeddings
 from stack.optim import make_optimizers
+from stack.train_config import TrainConfig
 
 WORDS = ("apple river stone naïve café over 😀 under bread water seven green house night paper sugar table train "
          "light uncle voice wheel young brick cloud dance eagle flame grape horse index jelly knife lemon").split()

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 
 import train
 from model import ModelConfig
-from stack.config import TrainConfig, load
+from stack.config import load
 from stack.counts import flops_per_token
-from stack.metrics import read_log
+from stack.log import read_log
+from stack.train_config import TrainConfig
 
 PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
 SECTIONS = {re.search(r"hacks/(\w+)\.diff", text)[1]: text

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 import account
 from model import GPT, ModelConfig
 from stack import memory
-from stack.config import TrainConfig
 from stack.parallel.ranks import Ranks
 from stack.parallel.sharding import parallelize
+from stack.train_config import TrainConfig
 
 GPT2 = dict(n_kv_heads=4, d_ff=256, pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SHAPES = {"stack": {}, "gpt2": GPT2, "wide heads": dict(head_dim=32)}

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import plot
-from stack import metrics
+from stack import log as log_module
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def run(monkeypatch, *argv):
 @pytest.mark.parametrize("xs", [("step",), ("tokens", "seconds", "flops")])
 def test_curves_are_the_logs(folders, xs):
     """A line per run and kind, through the log's points and no others, in the run's colour; loss above, bits below."""
-    figure = metrics.draw([folders / "a", folders / "b", folders / "empty"], xs)
+    figure = log_module.draw([folders / "a", folders / "b", folders / "empty"], xs)
     assert isinstance(figure, Figure) and len(figure.axes) == 2 * len(xs)
     for x, loss, bpb in zip(xs, figure.axes, figure.axes[len(xs):], strict=False):
         lines = {line.get_label(): line for line in loss.lines}
@@ -67,7 +67,7 @@ def test_names_are_names(folders, monkeypatch):
         (folders / name / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     monkeypatch.chdir(folders)
     run(monkeypatch, r"$x_{$", "_a", "--x", "step", "--out", "out.svg")
-    figure = metrics.draw([r"$x_{$", "_a"])
+    figure = log_module.draw([r"$x_{$", "_a"])
     figure.savefig(svg := io.StringIO(), format="svg")
     assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == [r"\$x_{\$ training", "_a training"]
     assert "<!-- $x_{$ training -->" in svg.getvalue() and "<!-- _a training -->" in svg.getvalue()

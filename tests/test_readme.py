@@ -128,7 +128,8 @@ def test_headlines_stand_on_their_pages():
 def test_settings_exist(argv):
     """Each printed train.py and account.py command has a config that is there and settings that exist."""
     from model import ModelConfig
-    from stack.config import TrainConfig, load
+    from stack.config import load
+    from stack.train_config import TrainConfig
     settings = argv[argv.index("train.py" if "train.py" in argv else "account.py") + 1:]
     load((ModelConfig, TrainConfig), [arg for arg in settings if arg != "--help" and not arg.startswith("out/")])
 

@@ -11,7 +11,7 @@ import torch
 
 import train
 from stack import report
-from stack.metrics import RunLog
+from stack.log import RunLog
 
 HOSTILE = "</pre><script>alert('x')</script> & \x00\x1b[31m \u202e &lt;"
 

@@ -20,19 +20,20 @@ import torch
 import torch.nn.functional as F
 from conftest import document_ids
 from safetensors.torch import load_file
-from test_metrics import FakeWandb
+from test_log import FakeWandb
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from model import GPT, ModelConfig
 from stack.checkpoint import tensors as checkpoint
-from stack.config import TrainConfig, load, save_json
+from stack.config import load, save_json
 from stack.counts import flops_per_token
 from stack.data.batches import Batches, TokenData
 from stack.data.shards import open_shard, read_meta, write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
-from stack.metrics import evaluate
+from stack.evaluation.held_out import evaluate
 from stack.resume import resume_command
+from stack.train_config import TrainConfig
 
 
 @pytest.fixture(scope="session")

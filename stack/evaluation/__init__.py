@@ -1,5 +1,6 @@
-"""What eval.py reports besides the loss.
+"""How good a model is.
 
+    held_out.py    loss, perplexity and bits per byte, for train.py and eval.py
     choices.py     multiple choice by log-likelihood
     embeddings.py  what became of the table's rows
 """

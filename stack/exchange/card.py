@@ -10,7 +10,7 @@ from stack.counts import num_params
 from stack.data.shards import read_meta
 from stack.data.tokenizer import Tokenizer
 from stack.exchange import hf
-from stack.metrics import read_log
+from stack.log import read_log
 from stack.optim import make_optimizers
 
 

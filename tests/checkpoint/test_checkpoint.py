@@ -22,9 +22,9 @@ from stack.checkpoint import folder as on_disk
 from stack.checkpoint import tensors
 from stack.checkpoint.folder import read_state, recover, start_fresh
 from stack.checkpoint.tensors import load_model, load_optimizers, load_weights, save
-from stack.config import TrainConfig
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.optim import make_optimizers
+from stack.train_config import TrainConfig
 
 FILES = ["model.safetensors", "optim.pt", "state.json", "tokenizer.json"]
 

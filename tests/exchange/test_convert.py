@@ -20,11 +20,11 @@ import sample
 import train
 from model import GPT, generate
 from stack.checkpoint import tensors as checkpoint
-from stack.config import TrainConfig
 from stack.data.shards import write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
 from stack.exchange import formulas, hf, hf_tokenizers
-from stack.metrics import read_log
+from stack.log import read_log
+from stack.train_config import TrainConfig
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

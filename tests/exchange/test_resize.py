@@ -10,9 +10,9 @@ import convert
 from model import GPT
 from stack.checkpoint import tensors as checkpoint
 from stack.checkpoint.folder import find, read_state
-from stack.config import TrainConfig
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.optim import make_optimizers
+from stack.train_config import TrainConfig
 
 REAL = 256 + 35 + len(SPECIALS)  # 300 ids in 320 rows, as in tiny_config
 

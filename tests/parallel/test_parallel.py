@@ -14,7 +14,7 @@ import train
 from stack import optim
 from stack.checkpoint import tensors as checkpoint
 from stack.data.batches import TokenData, iterate_windows
-from stack.metrics import evaluate
+from stack.evaluation.held_out import evaluate
 from stack.parallel import ranks as group
 from stack.parallel.ranks import Ranks, connect, read_ranks
 

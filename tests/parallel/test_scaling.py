@@ -12,11 +12,12 @@ from test_tensor_parallel import Watch
 from torch.distributed.device_mesh import init_device_mesh
 
 from model import GPT, ModelConfig
-from stack.config import TrainConfig, load
+from stack.config import load
 from stack.counts import build, flops_per_token, num_params
 from stack.memory import optimizers_of, train_state_bytes
 from stack.parallel import sharding
 from stack.parallel.ranks import Ranks
+from stack.train_config import TrainConfig
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 SHAPES = {

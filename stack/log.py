@@ -1,12 +1,6 @@
-"""Losses and logs: evaluation over fixed windows, the log file, the curves.
+"""The log of a run: out/<run>/log.jsonl, its curves, Weights & Biases, TensorBoard.
 
-Loss in nats per token is what training minimises; bits per byte is what can be compared, between vocabularies and with
-other repositories:  bpb = sum of nats / (ln 2 * bytes of the predicted tokens); special tokens count, as zero bytes.
-
-A held-out loss is a property of the weights and the text, not of the machine: windows come in a fixed order, sums are
-taken per token in float64, and neither the batch size nor the number of ranks enters.
-
-The log is a convenience: a full disk, a service that is down or a font that is missing costs log lines and one warning,
+It is a convenience: a full disk, a service that is down or a font that is missing costs log lines and one warning,
 never the run (wandb has stopped runs elsewhere by raising from `log`).
 """
 
@@ -17,46 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-
 from stack.config import written_aside
-from stack.device import autocast
-
-
-@torch.no_grad()
-def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_mask: bool = False, ranks=None,
-             rows: int = 0):
-    """Loss, perplexity and bits per byte over batches of windows, each token weighing the same.
-
-    windows yields (x, y, docs) as data.iterate_windows does, (b, T) int64 with y = -100 where nothing is to be
-    predicted; token_bytes (vocab_size,) is the length of each id's text.  ranks: who shares the windows.  Batches
-    smaller than `rows`, or than the ones before, are filled up with ignored rows: one shape for a compiled model.
-    doc_mask: attention stays inside a document, as trained.  Returns {"loss", "ppl", "bpb", "tokens", "bytes"}.
-    """
-    token_bytes = torch.as_tensor(token_bytes, device=device, dtype=torch.int64)
-    exact = "cpu" if device.type == "mps" else device  # MPS has no float64
-    totals = torch.zeros(3, dtype=torch.float64, device=exact)  # nats, tokens, bytes
-    was_training = model.training
-    model.eval()
-    try:
-        for window in windows:
-            rows = max(rows, len(window[0]))
-            x, y, docs = (F.pad(part.to(device), (0, 0, 0, rows - len(part)), value=filling)
-                          for part, filling in zip(window, (0, -100, 0), strict=True))
-            with autocast(device, dtype):
-                nats = model(x, y, docs=docs if doc_mask else None, reduction="none")  # (b*T,), 0 where ignored
-            valid = y != -100
-            totals += torch.stack([t.to(exact).double().sum() for t in (
-                nats, valid, token_bytes[y.clamp(min=0)] * valid)])
-    finally:
-        model.train(was_training)
-    nats, tokens, n_bytes = (ranks.sum(totals) if ranks is not None else totals).tolist()
-    if tokens == 0:
-        raise ValueError("there is no token to evaluate on. Prepare the data with a larger --val_fraction.")
-    loss = nats / tokens
-    return {"loss": loss, "ppl": math.exp(min(loss, 700)), "tokens": int(tokens), "bytes": int(n_bytes),
-            "bpb": nats / (math.log(2) * n_bytes) if n_bytes else None}
 
 
 class RunLog:

@@ -1,0 +1,71 @@
+"""The settings of a training run, each once: type, default, meaning.  ModelConfig, in model.py, has the model's."""
+
+import dataclasses
+import typing
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    # data and run folder
+    data_dir: str = "data/stack100m"  # what prepare.py made
+    out_dir: str = "out/stack100m"  # run folder: checkpoints, config.json, log.jsonl, loss.png, report.html
+    init_from: str = "scratch"  # scratch, resume (continue out_dir); to finetune: a run folder, or hf:FOLDER
+    allow_changes: bool = False  # resume although data, seq_len, packing, seed, optimizer or architecture changed
+    seed: int = 1337  # of initial weights, batch order, dropout and samples
+    # batch
+    seq_len: int = 2048  # tokens per sequence
+    micro_batch_size: int = 32  # sequences per device per forward pass
+    batch_tokens: int = 524288  # tokens per optimizer step over all devices; accumulation follows from it
+    max_steps: int = 38147  # optimizer steps
+    packing: typing.Literal["stream", "best_fit"] = "stream"  # best_fit: documents whole where they fit; with doc_mask
+    doc_mask: bool = True  # attention stays inside a document
+    # optimizer
+    optimizer: typing.Literal["muon", "adamw"] = "muon"  # muon: for the blocks' matrices; the rest is AdamW's
+    muon_lr: float = 6e-3  # Muon's peak learning rate; updates are scaled to the size of AdamW's
+    adamw_lr: float = 3e-3  # AdamW's peak, for the table, gains and biases (all parameters with optimizer=adamw)
+    weight_decay: float = 0.1  # decoupled; matrices and the table only
+    beta1: float = 0.9  # AdamW's memory of gradients
+    beta2: float = 0.95  # AdamW's memory of their squares
+    grad_clip: float = 1.0  # a longer gradient, over all parameters, is shortened to this; 0 = off
+    z_loss: float = 1e-4  # weight of logsumexp squared, keeps logits from drifting; in the logged loss; 0 = off
+    schedule: typing.Literal["wsd", "cosine"] = "wsd"  # wsd: warm up, stay at the peak, decay; cosine: fall all along
+    warmup_steps: int = 500  # the learning rate rises from 0
+    decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd)
+    min_lr_fraction: float = 0.0  # where it ends, as a share of the peak
+    # every so many steps, and at the end; 0 = never
+    log_interval: int = 10  # a line of numbers
+    eval_interval: int = 500  # loss on held-out text
+    save_interval: int = 1000  # ckpt_last; 0 = only at the end
+    sample_interval: int = 2000  # a few lines of text
+    eval_tokens: int = 2**20  # held-out tokens per evaluation, spread evenly over the split
+    keep: int = 0  # numbered checkpoints kept besides last and best
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N, mps
+    dtype: typing.Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    tp: int = 1  # processes that hold one model together (tensor_parallel.py); the number of all is a multiple of it
+    dp: typing.Literal["ddp", "fsdp"] = "ddp"  # several processes: a whole model in each, or a part of it
+    remat: typing.Literal["none", "block", "selective"] = "none"  # keep less of a block, compute it again in backward
+    compile: bool = True  # torch.compile the block, once for all layers
+    deterministic: bool = False  # on a GPU too, runs repeat to the bit (a CPU's do anyway); `bench step` has the cost
+    peak_tflops: float | None = None  # of one device, where its name is not known: for mfu, the share of it reached
+    max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
+    wandb_project: str | None = None  # send the log to this project of Weights & Biases too
+    tensorboard: bool = False  # write the log to out_dir/tensorboard too, for `tensorboard --logdir out`
+
+    def problems(self) -> list[str]:
+        """Every impossible setting, as sentences a user can act on."""
+        bounds = {
+            "be positive": (lambda x: x > 0, "seq_len micro_batch_size batch_tokens max_steps muon_lr adamw_lr "
+                                             "max_bad_steps eval_tokens tp"),
+            "be 0 or more": (lambda x: x >= 0, "log_interval eval_interval save_interval sample_interval warmup_steps "
+                                               "grad_clip weight_decay z_loss keep seed"),
+            "be less than 2**63": (lambda x: x < 2**63, "seed"),
+            "lie in [0, 1]": (lambda x: 0 <= x <= 1, "decay_fraction min_lr_fraction"),
+            "lie in [0, 1)": (lambda x: 0 <= x < 1, "beta1 beta2"),
+            "be positive, or None": (lambda x: x is None or x > 0, "peak_tflops")}
+        found = [f"{name} ({getattr(self, name)}) must {says}."
+                 for says, (holds, names) in bounds.items() for name in names.split() if not holds(getattr(self, name))]
+        if self.warmup_steps > self.max_steps > 0:
+            found.append(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps}): the peak "
+                         "would never be reached. Lower it.")
+        return found
