@@ -101,11 +101,14 @@ def test_importing_is_free():
 @pytest.mark.parametrize("command", ["train.py configs/demo.py", "sample.py out/x", "prepare.py stdlib",
                                      "eval.py out/x", "account.py", "convert.py tie a b",
                                      "bench/__main__.py head", "plot.py out/x"])
-def test_without_packages(command):
+def test_without_packages(command, tmp_path):
     """A Python without torch and numpy, say the system's: one message that says how to get them, exit code 2."""
     code = ("import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'tqdm')); sys.argv = sys.argv[1:]; "
             "sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, *command.split()], cwd=ROOT, capture_output=True, text=True)
+    log = tmp_path / "log.jsonl"  # what plot.py reads before it draws
+    log.write_text('{"step": 1, "loss": 2, "tokens": 1, "seconds": 1, "flops": 1}\n')
+    words = command.replace("out/x", str(tmp_path)).split()
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 2 and "requirements.txt" in done.stderr, done.stderr
     assert done.stderr.startswith(command.split("/")[0].split()[0])
 
