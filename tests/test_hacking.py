@@ -7,6 +7,7 @@ parameters: 64 tokens, from which on kernels.cpp takes part; fp32, so that equal
 
 import ast
 import csv
+import difflib
 import json
 import re
 import shutil
@@ -90,18 +91,10 @@ def untouched(data, tmp_path_factory):
 # What the page says
 
 
-def changed(diff) -> dict[str, list[int]]:
-    """{file: numbers of its new lines}"""
-    found = {}
-    for text in diff.read_text(encoding="utf-8").splitlines():
-        if text.startswith("+++ b/"):
-            new = found.setdefault(text[6:], [])
-        elif text.startswith("@@"):
-            line = int(re.search(r"\+(\d+)", text)[1])
-        elif text.startswith(("+", " ")):
-            new += [line] * (text[0] == "+")
-            line += 1
-    return found
+def new_lines(before: str, after: str) -> list[int]:
+    """Numbers of the lines of `after` that `before` lacks."""
+    steps = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False).get_opcodes()
+    return [line + 1 for step, _, _, begin, end in steps if step != "equal" for line in range(begin, end)]
 
 
 def place(node, line: int) -> str:
@@ -137,10 +130,12 @@ def test_place_and_size(name, tmp_path):
     """A hack touches the places that the page names, and adds as many lines."""
     Hacked(name, tmp_path).apply()
     n_lines, named = re.search(r"\.diff\), (\d+) lines?: (.*?)\.(?:\s|$)", SECTIONS[name], re.DOTALL).groups()
-    new, named = changed(DIFFS[name]), re.findall(r"`([\w.]+)`", named)
-    assert sum(map(len, new.values())) == int(n_lines)
-    found = {place(ast.parse((tmp_path / file).read_text(encoding="utf-8")), line)
-             for file, lines in new.items() for line in lines} - {""}
+    diff, named, found = DIFFS[name].read_text(encoding="utf-8"), re.findall(r"`([\w.]+)`", named), set()
+    assert len(re.findall(r"^\+(?!\+\+ )", diff, re.MULTILINE)) == int(n_lines)
+    for file in re.findall(r"^\+\+\+ b/(.*)$", diff, re.MULTILINE):
+        before, after = ((folder / file).read_text(encoding="utf-8") for folder in (ROOT, tmp_path))
+        tree = ast.parse(after)
+        found |= {place(tree, line) for line in new_lines(before, after)} - {""}
     found = {next((name for name in named if f"{where}.".startswith(f"{name}.")), where) for where in found}
     assert found == set(named)
 
