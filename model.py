@@ -6,11 +6,10 @@ Qwen3 checkpoint elsewhere); the GPT-2 switches make it exactly GPT-2.
 *The table is used twice.*  `embed.weight` (V, C) turns ids into vectors by copying rows, and the same storage, as the
 head's matrix, turns vectors into logits: one parameter, one optimizer slot, one tensor on disk.
 
-*The logits never exist.*  At V=32768, C=512 they are 64 times the hidden states, the largest tensor of a training step.
-`fused_linear_cross_entropy` walks over the tokens in chunks; as the loss is a plain mean, its gradient is known as soon
-as a chunk's softmax is, so both gradients are formed in the forward pass and the next chunk overwrites this one.
-Nothing is recomputed, nothing of size [N, V] is held.  (Checkpointed chunks, the usual answer, pay the head's matmul
-twice; Liger-Kernel showed gradient-in-forward, arXiv 2410.10989.)
+*The logits never exist.*  At V=32768, C=512 they are 64 times the hidden states.  `fused_linear_cross_entropy` walks
+over the tokens in chunks; as the loss is a plain mean, its gradient is known as soon as a chunk's softmax is: both
+gradients are formed in the forward pass and the next chunk overwrites this one.  Nothing is recomputed, nothing of size
+[N, V] is held.  (Checkpointed chunks pay the head's matmul twice; gradient-in-forward is Liger's, arXiv 2410.10989.)
 
 *What is computed here is the truth.*  What computes the same faster is set on a built model from outside, in place of
 `Attention.attend` and GPT's `mask`, `cross_entropy` and `decoder`, and is compared with these before it serves.
@@ -303,6 +302,7 @@ class KVCache:
             raise ValueError(f"the cache holds {size} tokens and {end} are needed. Make it larger.")
         return torch.arange(self.length, end, device=self.k.device), end, T > 1 and self.length > 0
 
+
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -411,7 +411,7 @@ class GPT(nn.Module):
         if past + T > self.cfg.max_seq_len:
             raise ValueError(f"{past + T} tokens do not fit the context of max_seq_len ({self.cfg.max_seq_len}). "
                              "Shorten the input.")
-        if ids.device.type == "cpu":  # elsewhere the check would wait for the device; data.py checks batches when made
+        if ids.device.type == "cpu":  # elsewhere the check would wait for the device; batches are checked when made
             check_ids(ids, self.cfg.vocab_size)
         where, size, masked = (torch.arange(T, device=ids.device), T, False) if cache is None else cache.places(T)
         docs = None if docs is None else docs[:, :size]

@@ -33,6 +33,7 @@ import argparse
 import ast
 import difflib
 import errno
+import hashlib
 import os
 import random
 import re
@@ -156,6 +157,13 @@ def read_recipe(path: str, known: set):
 # ---- the run
 
 
+def read_by() -> str:
+    """What tells one state of the code from another that decides what text is in a file."""
+    code = b"".join((Path(__file__).parent / "stack/data" / name).read_bytes() for name in (
+        "sources.py", "filters.py", "tokenizer.py"))
+    return hashlib.sha256(code).hexdigest()[:16]
+
+
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
     # 1. What decides the bytes of the set
@@ -171,7 +179,9 @@ def make(job):
         for shard in chain.from_iterable(split["shards"] for split in meta["splits"].values()):
             read_header(job.folder / shard["file"])
         clean(job.folder, *LEFTOVERS)
-        return print(f"{summary(job.folder)}\nalready made by this command: nothing to do")
+        same_code = meta.get("read_by", code := read_by()) == code  # sets of before this was noted count as they are
+        return print(f"{summary(job.folder)}\nalready made by this command" + (": nothing to do" if same_code else (
+            f", but stack/data reads text otherwise since: delete {job.folder} to make it anew, or use it as it is")))
     job.folder.mkdir(parents=True, exist_ok=True)
     with locked(job.folder):
         state = start(job.folder, command)
@@ -210,8 +220,8 @@ def write_set(job, command, state):
                          f"and val{left_out(report(job, state))}.\n  Give more text.")
     # 5. What they are, in meta.json
     write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
-               vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits,
-               command=command, tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
+               vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits, command=command,
+               read_by=read_by(), tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
                split_rule="hash" if state["tail"] is None else "tail", not_remembered=state["seen"][1])
 
 

@@ -49,7 +49,7 @@ def train_state_bytes(model: GPT, optimizers: list[Optimizer]) -> int:
             opt.step()
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(f"{type(opt).__name__}'s memory cannot be measured: it does not step without values "
-                             f"({error}).\n  Say in account.py's MOMENTS what it keeps per parameter.") from error
+                             f"({error}).\n  Say in stack/memory.py's MOMENTS what it keeps per parameter.") from error
         kept = [t for state in opt.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         n_bytes += sum(t.nbytes for t in kept if t.ndim)  # but for the number of the step
     return n_bytes

@@ -19,7 +19,7 @@ everywhere, the simpler way, sends world_size times as much and repeats the arit
 tables of rows, not maps between spaces: AdamW, as for the gains and biases.  Weight decay goes to everything with two
 dimensions, never to gains and biases.  With optimizer="adamw" AdamW has it all.
 
-Every group holds "peak_lr"; the loop sets group["lr"] = group["peak_lr"] * lr_scale(step, ...).
+Every group holds "peak_lr"; the loop sets group["lr"] = group["peak_lr"] * schedule(cfg, step).
 """
 
 import math

@@ -33,6 +33,8 @@ BOUND = 5e-3  # of a difference, as its share of the norm: what 1 % changes is s
 NEAR, FAR = 128, 8192  # tokens of the first batch for which all is compared; at most for which attention's values are
 SCORES = 1 << 28  # attention's that model.py computes for that: those of 32 layers of 8 heads and 1,024 tokens
 EXACT = 1e-3  # of a decoding step's difference, in fp32
+CHANGED = {  # by what is compared, what to look at where it differs
+    "attention": "Attention.attend or GPT.mask", "loss head": "chunk_arithmetic or the function around it"}
 WIDENED = 1 << 30  # weights at most that are copied to fp32 to compare: 4 GB
 
 
@@ -116,10 +118,11 @@ def check(model: GPT, x, y, docs, *, dtype: torch.dtype, z_loss: float = 0.0) ->
     n, docs = min(x.shape[1], NEAR), docs if docs is None else docs[:1]
     targets = y[:1, :n].clone()
     targets[:, ::7] = -100  # ignored ones too
-    model.eval()  # dropout is no twin's
+    model.train(was_training and not model.cfg.dropout)  # as training calls it, but for dropout, which is no twin's
     try:
-        with (torch.no_grad(), torch.compiler.set_stance("force_eager"), autocast(x.device, dtype),
-              warnings.catch_warnings()):
+        gpus = [x.device] if x.device.type == "cuda" else []
+        with (torch.random.fork_rng(gpus), torch.no_grad(), torch.compiler.set_stance("force_eager"),
+              autocast(x.device, dtype), warnings.catch_warnings()):
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # on purpose
             attend = _compared_attend(model, docs, n, min(x.shape[1], FAR), note)
             for attn in attns:
@@ -135,6 +138,10 @@ def check(model: GPT, x, y, docs, *, dtype: torch.dtype, z_loss: float = 0.0) ->
             vars(attn).pop("attend", None)
         if hasattr(model, "reshard"):  # FSDP's, which only a backward would do
             model.reshard()
+    if dist.is_initialized():  # together: what differs on one rank's batch steps aside on all
+        verdict = torch.tensor([float(same.get(what, True)) for what in CHANGED], device=x.device)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN)
+        same = {what: bool(well) for what, well in zip(CHANGED, verdict, strict=True) if what in same or not well}
     return _put_aside(model, same, time.perf_counter() - started)
 
 
@@ -148,8 +155,11 @@ def _compared_attend(model, docs, n: int, T: int, note):
         two = (where >= T // 8).to(docs.dtype)[None]  # documents, one long enough for a window to bite
         with contextlib.suppress(TypeError):  # of another signature: then training does not call the twin either
             far_own, far_twin = (mask(where, T, two) for mask in (twin.plain if twin else model.mask, model.mask))
-            near = twin and twin(where[:n], n, docs[:, :n])
-    some = attns[:max(SCORES // (model.cfg.n_heads * T * T), 2)]  # 2: every second one may have a window
+            if twin:  # a layer may have a mask of its own, which the twin never gets
+                near, near_own = twin(where[:n], n, docs[:, :n]), twin.plain(where[:n], n, docs[:, :n])
+    n_long = max(SCORES // (model.cfg.n_heads * T * T), 2)
+    stride = max((len(attns) - 1) // max(n_long // 2, 1), 1)
+    some = attns[:-(-n_long // 2)] + attns[::-stride]  # neighbours, as every second one may have a window, and the rest
 
     @functools.cache
     def at_full_length(fast, shapes):
@@ -160,11 +170,12 @@ def _compared_attend(model, docs, n: int, T: int, note):
 
     def attend(attn, *args, **options):
         own, fast = (functools.partial(cls.attend, attn) for cls in (attn.plain, type(attn)))
-        if near is not None or attn.takes(*args, **options):
-            tensors, rest = args[:3], args[3:]
+        tensors, rest = args[:3], args[3:]
+        blocked = near is not None and rest and torch.is_tensor(rest[0]) and torch.equal(rest[0], near_own)
+        if blocked or attn.takes(*args, **options):
             more = dict(weights=[p for p in attn.parameters() if p.requires_grad], **options)
             equal = _agree(_results(own, tensors, *rest, **more),
-                           _results(fast, tensors, *(rest if near is None else (near, *rest[1:])), **more))
+                           _results(fast, tensors, *((near, *rest[1:]) if blocked else rest), **more))
             if equal and attn in some:
                 tensors, got = at_full_length(attn.fast, tuple((part.shape[1], part.shape[3]) for part in tensors))
                 equal = _agree(_results(own, tensors, far_own, gradients=False), got)
@@ -203,6 +214,8 @@ def _results(function, tensors, *rest, gradients: bool = True, weights=(), **opt
             generator = torch.Generator(value.device).manual_seed(0)
             towards = torch.randn(value.shape, device=value.device, generator=generator)
             return [value.detach(), *torch.autograd.grad(value, [*tensors, *weights], towards, allow_unused=True)]
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # another signature, other shapes, another format
         return None
 
@@ -230,9 +243,8 @@ def _put_aside(model, same: dict, seconds: float) -> list[str]:
         if "mesh" in functions["cross_entropy"].keywords:  # the weight has to be put together first
             model.cross_entropy = lambda hidden, weight, *args, **options: plain(
                 hidden, weight.full_tensor(), *args, **options)
-    changed = {"attention": "Attention.attend or GPT.mask", "loss head": "chunk_arithmetic or the function around it"}
     lines = [f"the fast {what} does not compute what model.py computes: training goes on without it, slower. Was "
-             f"{changed[what]} changed? State it in the twin too (stack/twins.py names it), or leave it so."
+             f"{CHANGED[what]} changed? State it in the twin too (stack/twins.py names it), or leave it so."
              for what, well in same.items() if not well]
     if all(same.values()) and same:
         lines.append(f"fast {' and '.join(same)}: compared with model.py on the first batch, equal ({seconds:.1f} s)")
@@ -260,6 +272,8 @@ def _decoder(known: dict, model, cache, docs):
         try:
             step = make(model, cache, docs)
         except (AttributeError, KeyError, TypeError):  # parts that decode.cpp cannot read
+            if make is not decode.Step:
+                raise
             continue
         at = None if known.get(key, 0) >= size else _differs_at(make, step, model, cache, docs)
         if at is None:

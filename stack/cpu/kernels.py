@@ -31,7 +31,8 @@ def serves(attn, q, k, v, mask) -> bool:
     """Whether `attention` takes this call of Attention.attend: a whole sequence, no dropout, formats that it reads.
     Without QK-norm scores grow, and large ones would lose too much as bf16."""
     return (q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] >= SHORT
-            and (mask is None or mask.dtype == torch.bool) and isinstance(getattr(attn, "q_norm", None), plain.RMSNorm)
+            and (mask is None or mask.dtype == torch.bool and mask.shape[1] == 1)  # the same for all heads
+            and isinstance(getattr(attn, "q_norm", None), plain.RMSNorm)
             and not (attn.training and getattr(attn, "dropout", 0)))
 
 

@@ -20,7 +20,7 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
              rows: int = 0):
     """Loss, perplexity and bits per byte over batches of windows, each token weighing the same.
 
-    windows yields (x, y, docs) as data.iterate_windows does, (b, T) int64 with y = -100 where nothing is to be
+    windows yields (x, y, docs) as batches.iterate_windows does, (b, T) int64 with y = -100 where nothing is to be
     predicted; token_bytes (vocab_size,) is the length of each id's text.  ranks: who shares the windows.  Batches
     smaller than `rows`, or than the ones before, are filled up with ignored rows: one shape for a compiled model.
     doc_mask: attention stays inside a document, as trained.  Returns {"loss", "ppl", "bpb", "tokens", "bytes"}.

@@ -8,7 +8,7 @@ import copy
 import torch
 import torch.nn.functional as F
 
-LONGEST = 1024  # tokens: seconds for 100M parameters on two cores; what only later tokens would show is not seen
+LONGEST = 2048  # tokens: seconds for 100M parameters on two cores; what only later tokens would show is not seen
 EVERY = 16  # one token's logits out of so many are compared, the last one's too: by attention they know of the rest
 MOST = 1e-4  # of the logits' spread; fp32's rounding is a few millionths
 

@@ -71,7 +71,7 @@ def apply(model: GPT, mesh):
     """Cut a built model, in place, over the ranks of a 1-D device mesh; all ranks call it, with the same weights.
 
     Parameters that are cut become DTensors over `mesh`.  Call it before FSDP and before optimizers are made.  What is
-    left is for training: forward needs targets, and parallel.whole gives the model that can be sampled from.
+    left is for training: forward needs targets, and sharding.whole gives the model that can be sampled from.
     Raises ValueError with all `problems`.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel

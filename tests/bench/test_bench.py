@@ -113,23 +113,23 @@ def test_head_table_of_chunks():
 
 def test_a_row_that_fails(monkeypatch, capsys):
     """A row that breaks is reported on stderr, the others are still measured, and the exit code says so."""
-    monkeypatch.setattr(sys, "argv", ["bench.py", "head", "--json", "--rows=naive", *SMALL])
+    monkeypatch.setattr(sys, "argv", ["bench", "head", "--json", "--rows=naive", *SMALL])
     monkeypatch.setattr(measure, "run_row", lambda command, row, **_: dict(row=row, failed="it broke"))
     monkeypatch.setattr(head, "matmul_rate", lambda *args: 1.0)
     with pytest.raises(SystemExit) as error:
         bench.main()
     assert error.value.code == 1 and "row 'naive' failed: it broke" in capsys.readouterr().err
     monkeypatch.undo()
-    monkeypatch.setattr(sys, "argv", ["bench.py", "head", *SMALL])
+    monkeypatch.setattr(sys, "argv", ["bench", "head", *SMALL])
     assert measure.run_rows(argparse.Namespace(folder=""), torch.device("cpu"), ["no such row"], table=None)
     assert "row 'no such row' failed: KeyError" in capsys.readouterr().err
 
 
 @pytest.fixture
 def here(monkeypatch, capsys, tmp_path):
-    """here(*args) -> (exit code, stdout, stderr) of bench.py in this process, its rows too, with nothing compiled."""
+    """here(*args) -> (exit code, stdout, stderr) of bench in this process, its rows too, with nothing compiled."""
     def main(*argv):
-        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, argv)])
+        monkeypatch.setattr(sys, "argv", ["bench", *map(str, argv)])
         bench.main()
 
     def run_row(command, row, timeout=None, cache=None):
@@ -328,7 +328,7 @@ def test_a_row_that_hangs():
     (["gpu", "--rows=ours"], "no setting 'rows'")])
 def test_user_errors(args, message, monkeypatch, capsys):
     """A wrong argument is one line on stderr and exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    monkeypatch.setattr(sys, "argv", ["bench", *args])
     with pytest.raises(SystemExit) as error:
         bench.main()
     err = capsys.readouterr().err

@@ -231,12 +231,12 @@ def test_an_export_is_compared_as_it_was_written(tmp_path, words, monkeypatch, c
 
 
 @pytest.mark.parametrize("settings", [{}, dict(qk_norm=False), LEARNED], ids=["qwen3", "llama", "gpt2"])
-def test_a_window_is_seen_up_to_1023_tokens(words, monkeypatch, settings):
-    """An untrained model's logits hardly depend on one token of 1,024, and only the last token's show it at all."""
-    window(1023)(monkeypatch)
+def test_a_window_is_seen_up_to_2047_tokens(words, monkeypatch, settings):
+    """An untrained model's logits hardly depend on one token of 2,048, and only the last token's show it at all."""
+    window(2047)(monkeypatch)
     torch.manual_seed(0)
     model = original.GPT(tiny_config(vocab_size=words.vocab_size, max_seq_len=2048, **settings))
-    with pytest.raises(ValueError, match="on 1024 random tokens, from token 1023 on"):
+    with pytest.raises(ValueError, match="on 2048 random tokens, from token 2047 on"):
         formulas.compare(model, hf.settings_to_hf(model.cfg), hf.to_theirs(model))
 
 

@@ -52,7 +52,7 @@ def build(kind):
 
 
 def on_a_rank(kind, change, tp: int, checked: bool, compile: bool = True):
-    """A step of this rank, and which twins parallel.whole gives the model that is evaluated."""
+    """A step of this rank, and which twins sharding.whole gives the model that is evaluated."""
     if change is scaled:
         Attention.attend = scaled
     elif change is not None:
