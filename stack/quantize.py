@@ -35,7 +35,7 @@ def quantize_int8(model):
     is compared with the layer it replaces, given the same rounded weights.
     """
     for block in model.blocks:
-        for part in (block.attn, block.mlp):
+        for part in list(block.modules()):
             for name, child in part.named_children():
                 if isinstance(child, nn.Linear) and _same(int8 := Int8Linear(child), child):
                     setattr(part, name, int8)
