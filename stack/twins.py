@@ -339,10 +339,10 @@ def _first_difference(step, model, cache, docs, bound: float) -> int | None:
             got, left = step(ids).clone(), written(at)
             cache.length = at
             want = plain(ids)
-            if not (left - written(at)).norm() <= bound * written(at).norm() and not want.isnan().any():
-                return at
             if want.isnan().any():  # damaged weights, which sample_next speaks of
                 return None
+            if not (left - written(at)).norm() <= bound * written(at).norm():
+                return at
             if not (got - want).norm() <= bound * want.norm() < math.inf:  # infinite: a change that forbids ids
                 return at
     finally:
