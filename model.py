@@ -303,14 +303,24 @@ class KVCache:
         return torch.arange(self.length, end, device=self.k.device), end, T > 1 and self.length > 0
 
 
+@torch.no_grad()
+def init(layer, summands: int = 1):
+    """A layer that starts from weights N(0, 0.02²) and no bias.  Of one that ends a branch into the residual stream the
+    variance is divided by the 2L branches, summands of the stream.  Nothing overwrites these values later."""
+    layer.weight.normal_(std=INIT_STD / math.sqrt(summands))
+    if getattr(layer, "bias", None) is not None:
+        layer.bias.zero_()
+    return layer
+
+
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.head_dim, self.dropout = cfg.head_dim, cfg.dropout
-        self.wq = nn.Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias)
-        self.wk = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
-        self.wv = nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias)
-        self.wo = nn.Linear(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
+        self.wq = init(nn.Linear(cfg.d_model, cfg.n_heads * cfg.head_dim, bias=cfg.bias))
+        self.wk = init(nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias))
+        self.wv = init(nn.Linear(cfg.d_model, cfg.n_kv_heads * cfg.head_dim, bias=cfg.bias))
+        self.wo = init(nn.Linear(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias), 2 * cfg.n_layers)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
@@ -340,9 +350,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.w_gate = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias) if cfg.mlp == "swiglu" else None
-        self.w_up = nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias)
-        self.w_down = nn.Linear(cfg.d_ff, cfg.d_model, bias=cfg.bias)
+        self.w_gate = init(nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias)) if cfg.mlp == "swiglu" else None
+        self.w_up = init(nn.Linear(cfg.d_model, cfg.d_ff, bias=cfg.bias))
+        self.w_down = init(nn.Linear(cfg.d_ff, cfg.d_model, bias=cfg.bias), 2 * cfg.n_layers)
 
     def forward(self, x):
         if self.w_gate is not None:
@@ -373,23 +383,12 @@ class GPT(nn.Module):
         if cfg.problems():
             raise ValueError("\n".join(cfg.problems()))
         self.cfg = cfg
-        self.embed = nn.Embedding(cfg.padded_vocab_size, cfg.d_model)
-        self.pos_embed = nn.Embedding(cfg.max_seq_len, cfg.d_model) if cfg.pos == "learned" else None
+        self.embed = init(nn.Embedding(cfg.padded_vocab_size, cfg.d_model))
+        self.pos_embed = init(nn.Embedding(cfg.max_seq_len, cfg.d_model)) if cfg.pos == "learned" else None
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.norm = make_norm(cfg)
-        self.head = None if cfg.tie_embeddings else nn.Linear(cfg.d_model, cfg.padded_vocab_size, bias=False)
-        for name, p in self.named_parameters():
-            self.init_weight(name, p)
-
-    def init_weight(self, name: str, p):
-        """Initial values of one parameter, written to p: tables and linears N(0, 0.02²); wo and w_down N(0, 0.02²/2L),
-        so that 2L residual additions of unit branches keep the stream's variance; gains 1, biases 0."""
-        if p.ndim == 2:
-            residual = name.endswith(("wo.weight", "w_down.weight"))
-            nn.init.normal_(p, std=INIT_STD / math.sqrt(2 * self.cfg.n_layers) if residual else INIT_STD)
-        else:
-            nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
+        self.head = None if cfg.tie_embeddings else init(nn.Linear(cfg.d_model, cfg.padded_vocab_size, bias=False))
 
     @property
     def head_weight(self):
@@ -431,8 +430,8 @@ class GPT(nn.Module):
         x = self.drop(x)
         for i, block in enumerate(self.blocks):
             rotated = self.cfg.nope_every == 0 or (i + 1) % self.cfg.nope_every
-            past = None if cache is None else (cache.k[i, :, :, :size], cache.v[i, :, :, :size], where)
-            x = block(x, rope if rotated else None, mask, past)
+            kept = None if cache is None else (cache.k[i, :, :, :size], cache.v[i, :, :, :size], where)
+            x = block(x, rope if rotated else None, mask, kept)
         if cache is not None:
             cache.length += T
         return self.norm(x)

@@ -144,9 +144,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if state["step"] >= cfg.max_steps:
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
-    sharded = cfg.tp > 1 or cfg.dp == "fsdp" and ranks.dp_size > 1
-    with torch.device("meta" if sharded else "cpu"):  # meta: no process ever holds the whole
-        model = GPT(model_cfg)
+    model = GPT(model_cfg)
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
     replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile)
@@ -187,6 +185,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if main:
         at_exit.callback(report)
     state["wandb_id"] = log.run_id
+    sharded = cfg.tp > 1 or cfg.dp == "fsdp" and ranks.dp_size > 1
     saves = Saves(out_dir, sharded=sharded, main=main, say=say, step=state["step"] if resuming else None, model=model,
                   optimizers=optimizers, scaler=scaler, tokenizer=tokenizer, model_cfg=model_cfg, train_cfg=cfg,
                   keep=cfg.keep)

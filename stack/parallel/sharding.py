@@ -13,7 +13,6 @@ where they start, to themselves).  Gradients are reduced after the last micro ba
 rank holds the whole of them (4 bytes a parameter) until then.
 """
 
-import copy
 import functools
 import logging
 
@@ -32,22 +31,14 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
     """This process's part of a built model, to be called like it; `model` itself is changed in place.
 
     The order is the only one that works: tensor parallelism changes what a projection holds, recomputation wraps a
-    block, the compiler sees both, data parallelism goes around it all.  dtype: of the matmuls, as autocast has it.  A
-    model on the meta device, which no process ever holds whole, gets memory on `device` and the initial weights that a
-    whole one would have drawn from the same random state; another one is moved there.
+    block, the compiler sees both, data parallelism goes around it all.  dtype: of the matmuls, as autocast has it.
+    Each process builds the whole model, so that what a constructor sets is what all start from, and keeps its part.
     """
     sharded = dp == "fsdp" and ranks.dp_size > 1
     if ranks.tp > 1 and dtype == torch.float16:
         raise ValueError("dtype is float16, whose loss scaling would differ between the parts of a matrix. With tp "
                          f"({ranks.tp}) use --dtype=bfloat16 or float32.")
-    if next(model.parameters()).is_meta:
-        # Draw what constructors draw and init_weight then overwrites: so the random numbers behind it are those of a
-        # model built in the ordinary way.
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                copy.deepcopy(module).to_empty(device="cpu").reset_parameters()
-    else:
-        model.to(device)
+    model.to(device)
     if ranks.tp > 1:
         tensor_parallel.apply(model, ranks.mesh["tp"])
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two dimensions, two sums
@@ -63,12 +54,6 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         for block in model.blocks:
             fully_shard(block, mesh=ranks.mesh["dp"], mp_policy=low)
         fully_shard(model, mesh=ranks.mesh["dp"], mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    if next(model.parameters()).is_meta:
-        give_memory(model, device)
-        for name, p in model.named_parameters():
-            full = torch.empty(p.shape, dtype=p.dtype)
-            model.init_weight(name, full)
-            fill(p, full)
     if sharded or ranks.dp_size == 1 or ranks.tp > 1:  # DDP knows no parts: see finish_gradients
         return model
     return torch.nn.parallel.DistributedDataParallel(
@@ -114,18 +99,6 @@ def whole(model, compile: bool = False):
     if compile:
         twins.compile_blocks(put_together, next(put_together.parameters()).device, like=model)
     return put_together
-
-
-@torch.no_grad()
-def give_memory(model, device):
-    """Memory on `device` for a model built on the meta device: parameters are left for the caller to fill, buffers get
-    the values of one built on the CPU, where there are any, without drawing the caller's random numbers."""
-    model.to_empty(device=device)
-    if next(model.buffers(), None) is not None:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            built = GPT(model.cfg)
-        for name, buffer in built.named_buffers(remove_duplicate=False):
-            model.get_buffer(name).copy_(buffer)
 
 
 def total_norm(grads) -> torch.Tensor:

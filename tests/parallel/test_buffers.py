@@ -45,6 +45,19 @@ class Scaled(Attention):
         self.gain = torch.nn.Parameter(torch.ones(1))
 
 
+class Started(Attention):
+    """Start values of its own: a silent projection, a gain, numbers in three dimensions."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        torch.nn.init.zeros_(self.wo.weight)
+        self.gain = torch.nn.Parameter(torch.tensor([0.1]))
+        self.cube = torch.nn.Parameter(torch.full((2, 2, 2), 0.3))
+
+    def forward(self, *args):
+        return super().forward(*args) * self.gain * self.cube.mean()
+
+
 def fork(attention):
     in_fp32()
     model_module.Attention = attention
@@ -56,6 +69,10 @@ def masked():
 
 def unsaved():
     fork(Unsaved)
+
+
+def started():
+    fork(Started)
 
 
 @pytest.fixture
@@ -101,6 +118,19 @@ def test_on_several_ranks(data, single, tmp_path, forked, n, prepare, changes): 
     forked(Masked if prepare is masked else Unsaved)
     runs.run(data, tmp_path / "run", init_from="resume", **SAME | CUT | dict(decay_fraction=0.0))
     assert_same_run(plain, model, tmp_path / "run")
+
+
+@pytest.mark.parametrize("changes", [dict(dp="fsdp"), dict(dp="ddp")])
+def test_start_values(data, tiny, tmp_path, forked, changes):
+    """What a constructor sets is what training starts from, on one process and on several."""
+    forked(Started)
+    for block in tiny().blocks:
+        assert not block.attn.wo.weight.any() and block.attn.gain == 0.1 and (block.attn.cube == 0.3).all()
+        assert block.attn.wq.weight.any()
+    runs.run(data, tmp_path / "one", **SAME)
+    several = run_ranks(data, tmp_path, prepare=started, n=2, **SAME | changes)
+    for x, y in zip(runs.log(tmp_path / "one"), runs.log(several), strict=True):
+        assert x == pytest.approx(y, rel=1e-5)
 
 
 def write(run, model, data, **more):
