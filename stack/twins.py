@@ -31,7 +31,7 @@ from stack.device import autocast
 
 BOUND = 5e-3  # of a difference, as its share of the norm: what 1 % changes is seen; TF32 makes 0.001
 NEAR, FAR = 128, 8192  # tokens of the first batch for which all is compared; at most for which attention's values are
-SCORES = 1 << 28  # attention's that model.py computes for that: those of 32 layers of 8 heads and 1,024 tokens
+SCORES = 1 << 27  # of all heads of some layers that model.py computes for that; of the other layers' it is one head's
 EXACT = 1e-3  # of a decoding step's difference, in fp32
 CHANGED = {  # by what is compared, what to look at where it differs
     "attention": "Attention.attend or GPT.mask", "loss head": "chunk_arithmetic or the function around it"}
@@ -155,12 +155,11 @@ def _compared_attend(model, docs, n: int, T: int, note):
         where = torch.arange(T, device=device)
         two = (where >= T // 8).to(docs.dtype)[None]  # documents, one long enough for a window to bite
         with contextlib.suppress(TypeError):  # of another signature: then training does not call the twin either
-            far_own, far_twin = (mask(where, T, two) for mask in (twin.plain if twin else model.mask, model.mask))
+            far_own = (twin.plain if twin else model.mask)(where, T, two)
+            far_twin = model.mask(where, T, two) if twin else far_own
             if twin:  # a layer may have a mask of its own, which the twin never gets
                 near, near_own = twin(where[:n], n, docs[:, :n]), twin.plain(where[:n], n, docs[:, :n])
-    n_long = max(SCORES // (model.cfg.n_heads * T * T), 2)
-    stride = max((len(attns) - 1) // max(n_long // 2, 1), 1)
-    some = attns[:-(-n_long // 2)] + attns[::-stride]  # neighbours, as every second one may have a window, and the rest
+    some = attns[::-(-len(attns) // max(SCORES // (model.cfg.n_heads * T * T), 1)) or 1]  # over the whole depth
 
     @functools.cache
     def at_full_length(fast, shapes):
@@ -168,6 +167,9 @@ def _compared_attend(model, docs, n: int, T: int, note):
         generator = torch.Generator(device).manual_seed(0)
         tensors = [torch.randn(1, H, T, D, device=device, generator=generator) for H, D in shapes]
         return tensors, _results(fast, tensors, far_twin, gradients=False)
+
+    def one_head(tensors, head: int):
+        return [part[:, i:i + 1] for part in tensors for i in [head * part.shape[1] // tensors[0].shape[1]]]
 
     def attend(attn, *args, **options):
         own, fast = (functools.partial(cls.attend, attn) for cls in (attn.plain, type(attn)))
@@ -177,9 +179,15 @@ def _compared_attend(model, docs, n: int, T: int, note):
             more = dict(weights=[p for p in attn.parameters() if p.requires_grad], **options)
             equal = _agree(_results(own, tensors, *rest, **more),
                            _results(fast, tensors, *((near, *rest[1:]) if blocked else rest), **more))
-            if equal and attn in some:
+            if equal:
                 tensors, got = at_full_length(attn.fast, tuple((part.shape[1], part.shape[3]) for part in tensors))
-                equal = _agree(_results(own, tensors, far_own, gradients=False), got)
+                head = attns.index(attn) % tensors[0].shape[1]
+                want = None if attn in some else _results(own, one_head(tensors, head), far_own, gradients=False)
+                if want and want[0].shape[:2] == (1, 1):
+                    got = got and [got[0][:, head:head + 1]]
+                else:  # all heads, as of some, or where one cannot be asked alone
+                    want = _results(own, tensors, far_own, gradients=False)
+                equal = _agree(want, got)
             note("attention", equal)
         return own(*args, **options)
     return attend
@@ -311,7 +319,8 @@ def _differs_at(make, step, model, cache, docs) -> int | None:
     for part in (cache.k, cache.v):
         part[:, :, :, cache.length:].normal_(generator=generator)  # each place is written before it is read in earnest
     if make is compiled_step and not all(
-            _attends_once(attn, model, cache, docs, layer) for layer, attn in enumerate(_twins(model)[0])):
+            _attends_once(block.attn, model, cache, docs, layer) for layer, block in enumerate(model.blocks)
+            if hasattr(getattr(block, "attn", None), "fast")):
         return size - 1
     if cache.k.dtype == torch.float32:
         return _first_difference(step, model, cache, docs, EXACT)

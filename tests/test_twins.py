@@ -145,6 +145,32 @@ def test_changed_attention(build, monkeypatch, attend, how, with_docs):
     assert same(step(model, with_docs), step(plain, with_docs))
 
 
+@pytest.mark.parametrize("layer", range(5))
+@pytest.mark.parametrize("how, with_docs", [("kernels", False), ("kernels", True), ("flex", True)])
+def test_window_in_one_layer(build, monkeypatch, layer, how, with_docs):
+    """Longer than what is compared with gradients, and in a layer that may be one of those asked for one head only."""
+    monkeypatch.setattr(Attention, "attend", every_second_windowed)
+    monkeypatch.setattr(twins, "SCORES", 0)
+    model = build(n_layers=5)
+    model.blocks[layer].attn.window = 200
+    assert check(attach(model, how), with_docs)[0].startswith("the fast attention does not")
+    del model
+    assert check(attach(build(n_layers=5), how), with_docs)[0].startswith("fast attention")
+
+
+def one_group_at_least(self, q, k, v, mask):
+    if q.shape[1] == 1:
+        raise RuntimeError("all heads or none")
+    return sdpa(self, q, k, v, mask)
+
+
+def test_heads_that_go_together(build, monkeypatch):
+    """An attention that cannot be asked for one head is asked for all."""
+    monkeypatch.setattr(Attention, "attend", one_group_at_least)
+    monkeypatch.setattr(twins, "SCORES", 0)
+    assert check(attach(build(n_layers=3)))[0].startswith("fast attention and loss head: compared")
+
+
 @pytest.mark.parametrize("how", ["kernels", "flex"])
 def test_changed_mask(build, monkeypatch, how):
     """A prefix that all may see."""
