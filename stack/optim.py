@@ -15,9 +15,9 @@ where its rows are; then each matrix is put together on one rank, which runs New
 all-to-alls in which every number travels once each way, and no two ranks do the same work.  (Gathering every matrix
 everywhere, the simpler way, sends world_size times as much and repeats the arithmetic on each rank.)
 
-*Who gets what.*  The 2-D weights inside `blocks` go to Muon.  The embedding, learned positions and an untied head are
-tables of rows, not maps between spaces: AdamW, as for the gains and biases.  Weight decay goes to everything with two
-dimensions, never to gains and biases.  With optimizer="adamw" AdamW has it all.
+*Who gets what.*  The 2-D weights inside `blocks` go to Muon.  The embedding, learned positions, an untied head and any
+other nn.Embedding are tables of rows, not maps between spaces: AdamW, as for the gains and biases.  Weight decay goes
+to everything with two dimensions, never to gains and biases.  With optimizer="adamw" AdamW has it all.
 
 Every group holds "peak_lr"; the loop sets group["lr"] = group["peak_lr"] * schedule(cfg, step).
 """
@@ -26,6 +26,8 @@ import math
 
 import torch
 from torch.optim import AdamW, Optimizer
+
+from stack.counts import tables
 
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
 # Numbers in one stack.  On a CPU as much as stays in cache: measured on 2 cores, Stack-100M steps in 1.31 s with 2**20,
@@ -38,10 +40,10 @@ def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, ad
     """[Muon, AdamW], or [AdamW] for optimizer="adamw"; over the raw model, whose names stay in the groups."""
     if optimizer not in ("muon", "adamw"):
         raise ValueError(f"optimizer is {optimizer!r}; it must be 'muon' or 'adamw'.")
-    matrices, rest, groups = [], [], {}
+    matrices, rest, groups, looked_up = [], [], {}, tables(model)
     for name, p in model.named_parameters():
         if p.requires_grad:
-            in_muon = optimizer == "muon" and p.ndim == 2 and name.startswith("blocks.")
+            in_muon = optimizer == "muon" and p.ndim == 2 and name.startswith("blocks.") and p not in looked_up
             (matrices if in_muon else rest).append((name, p))
     for name, p in sorted(rest, key=lambda named: named[1].ndim < 2):  # tables, then vectors
         # by decay, and by what the parameters lie on: one call does not take parts and whole tensors

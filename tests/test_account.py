@@ -161,7 +161,7 @@ def test_the_page_says_who_moves_what_and_what_a_changed_model_has(monkeypatch):
     a = account.account(cfg, train)
     text = account.tables(a, cfg, train)
     assert "  attn.ve                             10,240   " in text
-    assert "  Muon: 1 table, 10,240 parameters: attn.ve" in text
+    assert "  AdamW: 2 tables, 30,720 parameters: embed, attn.ve" in text
     assert "30,880 or 41,120 per block x 2" in text and a["blocks"] == 30_880 + 41_120
     assert a["decode_bytes"]["empty"] == 2 * (a["total"] - 10_240)  # rows are looked up
 

@@ -4,10 +4,12 @@ Loss in nats per token is what training minimises; bits per byte is what can be 
 other repositories:  bpb = sum of nats / (ln 2 * bytes of the predicted tokens); special tokens count, as zero bytes.
 
 A held-out loss is a property of the weights and the text, not of the machine: windows come in a fixed order, sums are
-taken per token in float64, and neither the batch size nor the number of ranks enters.
+taken per token in float64, and neither the batch size nor the number of ranks enters.  It is what the model's loss head
+returns, which a fork may have changed: whether that is -log p of the target, the logits say of the first tokens.
 """
 
 import math
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,8 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
                           for part, filling in zip(window, (0, -100, 0), strict=True))
             with autocast(device, dtype):
                 nats = model(x, y, docs=docs if doc_mask else None, reduction="none")  # (b*T,), 0 where ignored
+                if not totals[1] and (ranks is None or ranks.rank == 0):
+                    _warn_of_other_loss(model, nats[:min(x.shape[1], 128)], x, y, docs if doc_mask else None)
             valid = y != -100
             totals += torch.stack([t.to(exact).double().sum() for t in (
                 nats, valid, token_bytes[y.clamp(min=0)] * valid)])
@@ -48,3 +52,15 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
     loss = nats / tokens
     return {"loss": loss, "ppl": math.exp(min(loss, 700)), "tokens": int(tokens), "bytes": int(n_bytes),
             "bpb": nats / (math.log(2) * n_bytes) if n_bytes else None}
+
+
+def _warn_of_other_loss(model, nats, x, y, docs):
+    """Say it where nats (n,), of the first tokens, are not -log p: what is trained is then no measure of the text."""
+    x, y, docs = (part if part is None else part[:1, :len(nats)] for part in (x, y, docs))
+    with torch.compiler.set_stance("force_eager"):  # a shape that does not come again
+        logits = model.logits(model.hidden(x, docs=docs))[0]
+    given, own = nats.sum().item(), F.cross_entropy(logits, y[0], reduction="sum").item()
+    if abs(given - own) > 0.005 * own:
+        warnings.warn(f"the loss head returns {given / own:.3f} of the nats that the logits give: held-out loss and "
+                      "bits per byte are no longer those of the text. Add to the loss in chunk_arithmetic only where "
+                      "`grad` is true.", stacklevel=3)

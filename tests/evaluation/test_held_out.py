@@ -1,5 +1,6 @@
 """A held-out loss is that of the weights and the text: by hand, whatever the batches, the ranks and the padding."""
 
+import functools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import document_ids
 
+import model as model_module
 from stack.evaluation.held_out import evaluate
 
 CPU = torch.device("cpu")
@@ -62,7 +64,8 @@ def test_one_shape_for_a_compiled_model(tiny, token_bytes):
     model.blocks[0].register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     evaluate(model, windows(batch=3), token_bytes, device=CPU, doc_mask=True, rows=4)
     evaluate(model, windows(batch=3), token_bytes, device=CPU)
-    assert shapes == [(4, 16, 64)] * 3 + [(3, 16, 64)] * 3
+    first = [(1, 16, 64)]  # asked for logits, never by compiled code
+    assert shapes == [(4, 16, 64)] + first + [(4, 16, 64)] * 2 + [(3, 16, 64)] + first + [(3, 16, 64)] * 2
 
 
 def test_ignored_targets_count_for_nothing(tiny, token_bytes):
@@ -90,6 +93,22 @@ def test_training_is_left_as_it_was(tiny, token_bytes):
     model.eval()
     evaluate(model, windows(), token_bytes, device=CPU)
     assert not model.training
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_another_loss_is_said(tiny, token_bytes, monkeypatch, changed, recwarn):
+    """A loss head that adds 1 % of smoothing, also where no gradient is formed."""
+    def smoothed(logits, targets, *more):
+        x = logits[:, :300].float().clone()
+        loss = model_module.chunk_arithmetic(logits, targets, *more)
+        return loss + 0.01 * (x.gather(1, targets.clamp(min=0)[:, None])[:, 0] - x.mean(1))
+    model = tiny()
+    with torch.no_grad():
+        model.embed.weight *= 3  # a tied model that has learned nothing expects what it has just read
+    if changed:
+        model.cross_entropy = functools.partial(model_module.fused_linear_cross_entropy, arithmetic=smoothed)
+    evaluate(model, [batch_of(x, x) for x, _, _ in windows()], token_bytes, device=CPU, doc_mask=True)
+    assert [str(w.message).split(" returns")[0] for w in recwarn] == ["the loss head"] * changed
 
 
 def test_nothing_to_measure(tiny, token_bytes):
