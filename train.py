@@ -203,7 +203,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             f"document, {train_data.empty_share:.2%} of slots are empty")
     for line in describe_groups(optimizers, model):
         say(line)
-    x, y, docs = batches.peek()  # for what stands in for parts of model.py in compiled training, against model.py itself
+    x, y, docs = batches.peek()  # compiled training has faster twins of parts of model.py
     for line in twins.check(model, x, y, docs if cfg.doc_mask else None, dtype=dtype, z_loss=cfg.z_loss):
         say(line)
 
