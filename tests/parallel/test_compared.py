@@ -26,7 +26,7 @@ def louder(logits, targets, scale, *more):
 def one_row(logits, targets, scale, *more):
     """The gradient of one id, which one rank of two has, is another, by what only this rank sees to be too much."""
     loss = chunk_arithmetic(logits, targets, scale, *more)
-    logits[:, 7] += 0.004 * scale
+    logits[:, 7] += 0.008 * scale
     return loss
 
 
