@@ -13,6 +13,7 @@ import model as plain
 from model import GPT, KVCache
 
 COMPILE_FROM = 1 << 22  # logits per call from which compiling the chunk arithmetic pays for itself
+failed = False  # whether nothing compiles here, as found out by trying
 
 
 def compile_or_not(function, random: bool = False):
@@ -36,6 +37,8 @@ def compile_or_not(function, random: bool = False):
             warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
                           f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
             torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
+            global failed
+            failed = True
             return function(*args, **options)
     return call
 
@@ -69,17 +72,18 @@ def chunk_arithmetic(*args):
 def document_mask(model: GPT, plain, where, size: int, docs, *more):
     """In place of GPT.mask, `plain`, while training: a BlockMask, of which whole blocks of unseen keys are left out."""
     dropout = model.training and model.cfg.dropout > 0  # FlexAttention has none
-    if docs is None or size != len(where) or dropout or more:
+    if docs is None or size != len(where) or dropout or more or failed:
         return plain(where, size, docs, *more)
     from torch.nn.attention.flex_attention import create_block_mask
 
     def same_document(b, h, q, k):
         return (q >= k) & (docs[b, q] == docs[b, k])
-    return compiled(create_block_mask)(same_document, len(docs), None, size, size, str(docs.device))
+    made = compiled(create_block_mask)(same_document, len(docs), None, size, size, str(docs.device))
+    return plain(where, size, docs) if failed else made  # FlexAttention would hold all scores, seven times
 
 
 def flex(q, k, v, mask):
-    """In place of Attention.attend under a BlockMask: FlexAttention, which holds all scores if not compiled."""
+    """In place of Attention.attend under a BlockMask: FlexAttention, to be compiled."""
     from torch.nn.attention.flex_attention import flex_attention
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -22,12 +23,18 @@ PEAK_TFLOPS = {
     "L40": 181, "L40S": 362, "H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H200 NVL": 835, "H20": 148,
     "GH200": 989, "B200": 2250, "RTX 3090": 71, "RTX 4080": 97, "RTX 4090": 165, "RTX 5090": 209,
 }
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """auto = cuda, else mps, else cpu.  Raises ValueError when a named device is not there."""
+    """auto = cuda, else mps, else cpu; that a GPU cannot be used is said.  cuda:N becomes the current device of CUDA.
+    Raises ValueError when a named device is not there."""
     if name == "auto":
+        if not torch.cuda.is_available() and NVIDIA_DRIVER.exists():
+            warnings.warn(f"there is an NVIDIA GPU here that torch {torch.__version__} cannot use: it is left out. The "
+                          "driver may be too old for this build, or the build is for CPUs: docs/scaling.md says which "
+                          "one to install.", stacklevel=2)
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = None
     with contextlib.suppress(RuntimeError):
@@ -37,6 +44,8 @@ def pick_device(name: str = "auto") -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices here. "
                          "Use --device=auto or --device=cpu, or install a CUDA build of torch.")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # Triton's kernels and CUDA graphs go where this is, not where tensors are
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError("device is 'mps', but PyTorch sees no Apple GPU here. Use --device=auto or cpu.")
     return device

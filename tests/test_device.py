@@ -38,9 +38,24 @@ def test_a_device_that_is_not_there(machine, name):
         pick_device(name)
 
 
-def test_named_devices(machine):
+@pytest.mark.parametrize("there, gpus, name, said", [(True, 0, "auto", True), (True, 0, "cpu", False),
+                                                     (True, 1, "auto", False), (False, 0, "auto", False)])
+def test_a_gpu_that_cannot_be_used_is_said(machine, monkeypatch, tmp_path, recwarn, there, gpus, name, said):
+    """The driver's file is there and torch sees nothing; only where the choice was left to us."""
+    machine(gpus)
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(device_module, "NVIDIA_DRIVER", tmp_path / ("version" if there else "none"))
+    pick_device(name)
+    assert ["cannot use" in str(w.message) for w in recwarn] == [True] * said
+
+
+def test_named_devices(machine, monkeypatch):
+    """The one that is named is CUDA's current one: graphs and Triton's kernels are made there."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
     machine(gpus=2, mps=True)
     assert [str(pick_device(name)) for name in ("cpu", "cuda", "cuda:1", "mps")] == ["cpu", "cuda", "cuda:1", "mps"]
+    assert current == ["cuda:1"]
 
 
 def test_format_follows_the_device(machine):

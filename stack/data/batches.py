@@ -243,6 +243,6 @@ def iterate_windows(data: TokenData, micro_batch_size: int, *, max_windows: int 
 
 def _to_device(windows: Iterable[tuple[np.ndarray, ...]], device):
     together = torch.from_numpy(np.stack([np.stack(part) for part in zip(*windows, strict=True)]))  # (3, B, T)
-    if device.type == "cuda":  # only from pinned memory does the copy run beside the GPU's work
+    if device.type == "cuda":  # from pinned memory the copy is put in the queue, and nobody waits for it
         together = together.pin_memory()
     return together.to(device, non_blocking=True).unbind()

@@ -56,6 +56,7 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         fully_shard(model, mesh=ranks.mesh["dp"], mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     if sharded or ranks.dp_size == 1 or ranks.tp > 1:  # DDP knows no parts: see finish_gradients
         return model
+    torch._dynamo.config.optimize_ddp = False  # it would cut blocks, graphs of their own already, in two
     return torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
@@ -144,5 +145,6 @@ def recomputed(forward, remat: str, random: bool):
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, [
             aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default, aten.bmm.default, torch.ops.stack100m.attend.default])
+            aten._scaled_dot_product_cudnn_attention.default, aten.bmm.default, torch.ops.stack100m.attend.default,
+            torch.ops.higher_order.flex_attention])
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=random, **options)
