@@ -50,6 +50,7 @@ $(READY): requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or say which: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11. Install a newer one and say: make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module. On Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@! test -L .venv || { echo ".venv is a link to $$(readlink .venv), which lacks packages of requirements.txt. Remove the link (rm .venv) to get an environment of its own, or install them there and: touch $(READY)" >&2; exit 2; }
 	@echo "Installing the packages of requirements.txt into .venv (once; a minute or two)"
 	@$(PYTHON) -m venv .venv || { echo "The environment .venv could not be made; see above. Is the disk full or read-only?" >&2; exit 2; }
 	@$(PY) -m pip install --quiet --disable-pip-version-check --retries 2 -r requirements.txt || { echo "The packages of requirements.txt could not be installed; see above. Is there a network? Behind a mirror, set PIP_INDEX_URL." >&2; exit 2; }

@@ -36,6 +36,7 @@ from stack.config import as_command, load
 from stack.device import DTYPES, PEAK_TFLOPS
 from stack.memory import activation_bytes, head_bytes, optimizers_of, owned, train_state_bytes
 from stack.optim import NS_STEPS, AdamW, Muon
+from stack.parallel.tensor_parallel import ROWS
 from stack.train_config import TrainConfig
 
 GPUS = {  # name in device.PEAK_TFLOPS: memory in GB, memory bandwidth in GB/s (NVIDIA data sheets; SXM for A100, H100)
@@ -43,7 +44,7 @@ GPUS = {  # name in device.PEAK_TFLOPS: memory in GB, memory bandwidth in GB/s (
 }
 MFUS = (0.3, 0.4, 0.5, 0.6)
 VOCABULARIES = (4096, 16384, 32768, 50257, 65536, 128256, 256000)  # to compare; 50257 is GPT-2's, 128256 Llama 3's
-TP_SIZES, TP_MULTIPLE = (1, 2, 4, 8), 128  # Megatron's padding: a multiple of 128 rows on every rank
+TP_SIZES = (1, 2, 4, 8)
 INT4_GROUP = 64  # weights that share a scale and an offset
 
 
@@ -59,8 +60,8 @@ class AccountConfig:
 
 
 def padded_rows(vocab_size: int, tp: int) -> int:
-    """Vocabulary that splits into `tp` equal slices, each a multiple of 128 rows."""
-    return -(-vocab_size // (TP_MULTIPLE * tp)) * TP_MULTIPLE * tp
+    """Vocabulary that splits into `tp` equal slices, each a multiple of ROWS."""
+    return -(-vocab_size // (ROWS * tp)) * ROWS * tp
 
 
 def run_hours(flops: float, peak_tflops: float, mfu: float) -> float:

@@ -13,7 +13,6 @@ place: every command writes something new, and refuses to write over something o
 settings, parameters or buffers, is refused by its names (stack/exchange/hf.py has those that are known).
 """
 
-import argparse
 import contextlib
 import copy
 import json
@@ -29,7 +28,7 @@ except ModuleNotFoundError as error:
 
 from model import GPT
 from stack.checkpoint import tensors as checkpoint
-from stack.config import as_command
+from stack.config import Parser, as_command
 from stack.counts import num_params
 from stack.data.tokenizer import Tokenizer
 from stack.exchange import gguf, hf
@@ -215,12 +214,11 @@ READ = {"RUN": "run folder (out/NAME: its ckpt_last) or a checkpoint folder (out
 
 
 def main(argv=None):
-    form = dict(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="convert.py", description=__doc__, **form)
+    parser = Parser(prog="convert.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, help_text, read, written, *own) in COMMANDS.items():
         example = next(line for line in __doc__.splitlines() if f" convert.py {name} " in line)
-        command = commands.add_parser(name, help=help_text, description=example, **form)
+        command = commands.add_parser(name, help=help_text, description=example)
         command.add_argument("source", metavar=read, help=READ[read])
         command.add_argument("out", metavar=written, help="what to write; nothing may be there yet")
         if own:

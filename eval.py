@@ -2,34 +2,37 @@
 
     python eval.py out/demo                          loss, perplexity, bits per byte over the whole held-out split
     python eval.py out/demo --data data/other --max_tokens 1e6 --json
+    python eval.py out/demo --stride 64              each token with most of a window before it; takes longer
     python eval.py out/demo --choices FILE.jsonl     multiple choice, by lm-evaluation-harness's rules
     python eval.py out/demo --tasks hellaswag,piqa   the harness itself, on a task of its own or a .yaml of yours
     python eval.py out/demo --embeddings             undertrained rows, norms, neighbours; out/demo/embeddings.png
 
 Windows are fixed and in order; each token is predicted once, except the first of a shard and the few at its end that do
-not fill a window; each weighs the same.  So the result depends on nothing but model, data and --seq_len: not on the
-batch size, not on a seed.  Loss is in nats per token, without z-loss.  Bits per byte can be compared between
-vocabularies.
+not fill a window; each weighs the same.  So the result depends on nothing but model, data, --seq_len and --stride: not
+on the batch size, not on a seed.  Windows lie side by side, so that a token has half a window before it on average;
+with --stride N they begin every N tokens and only the last N of each count, of a shard's first all (transformers' guide
+to perplexity calls it a sliding window).  Loss is in nats per token, without z-loss.  Bits per byte can be compared
+between vocabularies.
 """
 
-import argparse
 import json
 import math
 import sys
 from pathlib import Path
 
-from stack.config import as_command
+from stack.config import Parser, as_command
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="eval.py", description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog="eval.py", description=__doc__)
     p.add_argument("run", help="run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)")
     p.add_argument("--data", metavar="FOLDER", help="data set (default: the one the run was trained on)")
     p.add_argument("--split", default="val", choices=("val", "train"), help="held-out text, or the trained-on (val)")
     p.add_argument("--max_tokens", type=float, metavar="N",
                    help="at most so many, in windows spread evenly over the split (default: all)")
     p.add_argument("--seq_len", type=int, metavar="N", help="context of a window (default: the run's)")
+    p.add_argument("--stride", type=int, metavar="N", help="windows begin every N tokens, and each token has a context "
+                   "of seq_len - N or more (default: seq_len, windows side by side)")
     p.add_argument("--micro_batch_size", type=int, metavar="N", help="windows at a time; changes only the speed (8)",
                    default=8)
     instead = p.add_mutually_exclusive_group()
@@ -45,7 +48,7 @@ def parse(argv):
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (auto)")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16: of the matmuls (auto)")
     args = p.parse_args(argv)
-    for name in ("max_tokens", "seq_len", "micro_batch_size", "limit"):
+    for name in ("max_tokens", "seq_len", "stride", "micro_batch_size", "limit"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 1e15:
             p.error(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
     for name, needs in (("choices", "a file of questions"), ("tasks", "names of tasks, as in --tasks hellaswag,piqa")):
@@ -54,8 +57,9 @@ def parse(argv):
     if args.words and not args.embeddings:
         p.error("--words belongs to --embeddings.")
     asked = args.choices or args.tasks
-    if args.quant and (asked or args.embeddings):
-        p.error("--quant belongs to the held-out loss.")
+    for name in ("quant", "stride"):
+        if getattr(args, name) and (asked or args.embeddings):
+            p.error(f"--{name} belongs to the held-out loss.")
     if args.limit and not asked:
         p.error("--limit belongs to --choices and --tasks.")
     if asked and (args.data or args.max_tokens or args.seq_len):
@@ -75,7 +79,7 @@ def data_folder(args, trained: dict) -> Path:
     return Path(folder)
 
 
-def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
+def open_data(folder: Path, split: str, seq_len: int, run, tokenizer, stride: int | None = None):
     """The split, once shards and checkpoint are known to speak of the same tokens."""
     from stack.checkpoint.folder import find
     from stack.data.batches import TokenData
@@ -86,7 +90,7 @@ def open_data(folder: Path, split: str, seq_len: int, run, tokenizer):
             f"{folder / 'tokenizer.json'} ({meta['tokenizer'][:12]}) and {find(run) / 'tokenizer.json'} "
             f"({tokenizer.fingerprint[:12]}) are different tokenizers: an id of one is another token of the other.\n"
             f"  Prepare the text for this model: python prepare.py ... --tokenizer {run}")
-    return TokenData(folder, split, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
+    return TokenData(folder, split, seq_len=seq_len, stride=stride, vocab_size=tokenizer.vocab_size)
 
 
 def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
@@ -100,8 +104,13 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
     from stack.twins import compile_head
     if seq_len > model.cfg.max_seq_len:
         raise ValueError(f"--seq_len is {seq_len}; {args.run} has a context of {model.cfg.max_seq_len}. Lower it.")
-    data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer)
-    n_windows = min(max(int(args.max_tokens or data.n_tokens) // seq_len, 1), data.n_windows)
+    if args.stride and args.stride > seq_len:
+        raise ValueError(f"--stride is {args.stride} and a window has {seq_len} tokens: those in between would not be "
+                         "counted. Lower it, or raise --seq_len.")
+    data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer, args.stride)
+    whole = data.n_shards * (seq_len - data.stride)  # more tokens in windows that begin a shard than in others
+    n_windows = data.n_windows if args.max_tokens is None else min(
+        max((int(args.max_tokens) - whole) // data.stride, 1), data.n_windows)
     forms, results = {args.split: compile_head} | ({args.quant: quantize_int8} if args.quant else {}), {}
     for name, prepare in forms.items():
         windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)

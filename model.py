@@ -500,14 +500,15 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
 @torch.inference_mode()
 def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
              min_p: float = 0.0, stop_ids=(), seed: int | None = None, use_cache: bool = True,
-             on_token=None) -> list[list[int]]:
+             on_token=None, on_logits=None) -> list[list[int]]:
     """Continue each prompt, a list of ids or a row of a tensor (B, T); returns the new ids, without the stop id that
     ended a row.
 
     Prompts may differ in length: rows are padded on the left, as if by another document, so that a row's probabilities
     do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
-    and goes on.  `on_token(row, id)` is called for every new id.  With and without the cache the ids are the same."""
+    and goes on.  `on_token(row, id)` is called for every new id and ends the row by returning True; `on_logits(logits)`
+    (B, V) returns those to choose from.  With and without the cache the ids are the same."""
     limit, device = model.cfg.max_seq_len, model.embed.weight.device
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")
@@ -543,15 +544,14 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
                     logits = model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1])
             else:
                 logits = decode(ids)
-            ids = sample_next(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                              generator=generator)
+            ids = sample_next(logits if on_logits is None else on_logits(logits), temperature=temperature, top_k=top_k,
+                              top_p=top_p, min_p=min_p, generator=generator)
             for row, token in enumerate(ids[:, 0].tolist()):
                 contexts[row].append(token)
                 alive[row] = alive[row] and token not in stop_ids
                 if alive[row]:
                     new[row].append(token)
-                    if on_token is not None:
-                        on_token(row, token)
+                    alive[row] = on_token is None or not on_token(row, token)
             if not any(alive):
                 break
     finally:

@@ -12,10 +12,9 @@ arithmetic (FLOPs: training floating point operations, causal attention counted 
 ended.  Runs may be under way.
 """
 
-import argparse
 from pathlib import Path
 
-from stack.config import as_command, written_aside
+from stack.config import Parser, as_command, written_aside
 
 
 def last_lines(run: str, xs) -> tuple[dict, dict]:
@@ -36,8 +35,7 @@ def last_lines(run: str, xs) -> tuple[dict, dict]:
 
 
 def main():
-    p = argparse.ArgumentParser(prog="plot.py", description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog="plot.py", description=__doc__)
     p.add_argument("runs", nargs="+", metavar="out/RUN", help="run folders, as train.py makes them")
     p.add_argument("--x", choices=("tokens", "seconds", "flops", "step"),
                    help="horizontal axis (default: tokens, seconds and flops side by side)")

@@ -44,6 +44,8 @@ from dataclasses import fields
 from itertools import chain, tee
 from pathlib import Path
 
+from stack.config import Parser, explain
+
 try:
     from stack.data.shards import read_header, read_meta, write_meta
     from stack.data.sources import UNKNOWN, Reader, Source
@@ -66,9 +68,8 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(
-        prog="prepare.py", usage="python prepare.py SOURCE... --out data/NAME [options]", allow_abbrev=False,
-        description=__doc__.split("How it works")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="prepare.py", usage="python prepare.py SOURCE... --out data/NAME [options]",
+                    description=__doc__.split("How it works")[0])
     add, number = parser.add_argument, dict(type=count, metavar="N")
     add("source", nargs="+", metavar="SOURCE", help="stdlib, files, folders, globs, hf:..., or one recipe")
     add("--out", metavar="FOLDER", help="folder of the data set (default: data/ and the name of the source)")
@@ -368,7 +369,7 @@ def main(argv):
         stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter must not end the run
     try:
         if argv[:1] in (["verify"], ["show"]):
-            parser = argparse.ArgumentParser(prog=f"prepare.py {argv[0]}", allow_abbrev=False)
+            parser = Parser(prog=f"prepare.py {argv[0]}")
             parser.add_argument("data", type=Path, help="a folder that prepare.py made, or one of llm.c's shards")
             if argv[0] == "show":
                 parser.add_argument("--doc", type=int, default=0, help="which document, counted from 0 (0)")
@@ -381,7 +382,7 @@ def main(argv):
         print("\nprepare.py: stopped; the same command continues", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError) as error:
-        said = str(error)
+        said = explain(error)
         if isinstance(error, OSError) and error.errno is not None:  # the system's: "[Errno 13] Permission denied: 'a'"
             said = f"{error.filename or 'a file'}: {error.strerror}.\n  Check that it is there and that you may use it."
         print(f"prepare.py: {said}", file=sys.stderr)

@@ -4,18 +4,21 @@
     python sample.py out/demo --prompt_file notes.txt --max_new_tokens 500
     echo -n "import os" | python sample.py out/demo --prompt -
     python sample.py out/demo --interactive
+    python sample.py out/demo --prompt "def load(" --stop "def " --stop "class " --repetition_penalty 1.2
 
 A run folder is all that is needed: model and tokenizer are in its checkpoint.  Every prompt begins with the token that
 began every document in training, so an empty prompt asks for a document from its first word.  Text stops where the
-model ends its document.  What looks like a special token in a prompt is text, unless --special says otherwise.
+model ends its document, or before the first of the --stop strings.  What looks like a special token in a prompt is
+text, unless --special says otherwise.  On a terminal control characters are spelled out; into a pipe they go as they
+are.
 """
 
-import argparse
 import os
 import sys
+import unicodedata
 from pathlib import Path
 
-from stack.config import as_command
+from stack.config import Parser, as_command
 
 BATCH = 32  # samples generated side by side: bounds the memory of the KV cache
 
@@ -23,7 +26,7 @@ BATCH = 32  # samples generated side by side: bounds the memory of the KV cache
 def read_prompt(prompt: str, prompt_file: str | None) -> str:
     """The prompt's text, byte for byte: no newline is added or taken away."""
     if prompt_file is None and prompt != "-":
-        return os.fsencode(prompt).decode("utf-8", "replace")  # Python read it in the console's encoding
+        return as_typed(prompt)
     from_stdin = prompt_file in (None, "-")
     raw = sys.stdin.buffer.read() if from_stdin else Path(prompt_file).read_bytes()
     try:
@@ -32,6 +35,11 @@ def read_prompt(prompt: str, prompt_file: str | None) -> str:
         name = "standard input" if from_stdin else prompt_file
         raise ValueError(f"{name} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}.\n"
                          f"  Convert it, for example: iconv -f latin1 -t utf-8 {prompt_file or 'FILE'}") from None
+
+
+def as_typed(word: str) -> str:
+    """A word of the command line as UTF-8, whatever encoding Python took it for."""
+    return os.fsencode(word).decode("utf-8", "replace")
 
 
 def typed_prompts():
@@ -50,8 +58,54 @@ def typed_prompts():
             return
 
 
+class Text:
+    """The text of a growing sample, up to the first of `stops`; what may yet become one of them is held back.
+
+    The first is the one that is complete first, and of those that are complete together the longest: so where tokens
+    cut the text decides nothing.  stream: the tokenizer's, which holds back the bytes of an unfinished character.
+    """
+
+    def __init__(self, stream, stops):
+        self.stream, self.stops, self.held, self.ended = stream, stops, "", False
+
+    def push(self, token: int) -> str:
+        return self._let_through(self.stream.push(token))
+
+    def flush(self) -> str:
+        """The rest, at the end of the sample."""
+        text = self._let_through(self.stream.flush())
+        return text + self.held
+
+    def _let_through(self, text: str) -> str:
+        if self.ended:
+            return ""
+        text = self.held + text
+        if found := [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]:
+            self.held, self.ended = "", True
+            return text[:min(found)[1]]
+        begun = max((n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
+        self.held = text[len(text) - begun:]
+        return text[:len(text) - begun]
+
+
+def repetition_penalty(penalty: float, seen):
+    """For generate's on_logits: less for ids that a row has had.  logits (B, V), seen (B, V) bool -> (B, V).
+
+    A positive logit of theirs is divided by `penalty`, a negative one multiplied, as in transformers; CTRL (arXiv
+    1909.05858), where it comes from, divides all of them, which makes a negative one likelier."""
+    import torch
+    return lambda logits: torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def visible(text: str) -> str:
+    """Control characters as Python spells them: as they are, they could do anything to a terminal."""
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
 def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
     """Print args.num_samples continuations of one prompt."""
+    import torch
+
     from model import generate
     ids = tokenizer.encode(prompt, special=args.special)
     ids = ids if ids[:1] == [tokenizer.boundary_id] else [tokenizer.boundary_id, *ids]
@@ -61,32 +115,42 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
               file=sys.stderr)
         ids = ids[-limit:]
 
-    def draw(rows: int, seed: int, on_token=None):
-        return generate(model, [ids] * rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-                        top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed, on_token=on_token,
-                        stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
-
     def emit(text: str):
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
-    before = prompt if echo else ""
-    stream = tokenizer.stream()  # holds back the bytes of an unfinished character
-    show = (lambda token: f"{token} ") if args.ids else stream.push
-    if args.num_samples == 1:
-        emit(before)
-        draw(1, seed, on_token=lambda row, token: emit(show(token)))
-        emit(stream.flush() + "\n")
-        return
-    for first in range(0, args.num_samples, BATCH):
-        for row, new in enumerate(draw(min(BATCH, args.num_samples - first), seed + first)):
+    before, alone = prompt if echo else "", args.num_samples == 1
+
+    def batch(first: int, rows: int):
+        """Print samples first, first + 1, ..., made side by side; a single one while it grows."""
+        texts, pieces = [Text(tokenizer.stream(), args.stop) for _ in range(rows)], [[] for _ in range(rows)]
+        on_logits = None
+        if args.repetition_penalty != 1:
+            seen = torch.zeros(rows, model.cfg.vocab_size, dtype=torch.bool, device=model.embed.weight.device)
+            seen[:, ids] = True
+            seen[:, tokenizer.boundary_id] = False  # it begins every prompt, and is the sign to end with as well
+            on_logits = repetition_penalty(args.repetition_penalty, seen)
+
+        def on_token(row: int, token: int) -> bool:
+            if on_logits is not None:
+                seen[row, token] = True
+            piece = f"{token} " if args.ids else texts[row].push(token)
+            emit(piece) if alone else pieces[row].append(piece)
+            return texts[row].ended
+        if alone:
+            emit(before)
+        generate(model, [ids] * rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+                 top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed + first, on_token=on_token,
+                 on_logits=on_logits, stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
+        for row, text in enumerate(texts):
             rule = "-" * 40 + "\n" if first + row and not args.ids else ""
-            emit(rule + before + "".join(map(show, new)) + stream.flush() + "\n")
+            emit(rule + ("" if alone else before) + "".join(pieces[row]) + text.flush() + "\n")
+    for first in range(0, args.num_samples, BATCH):
+        batch(first, min(BATCH, args.num_samples - first))
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="sample.py", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = Parser(prog="sample.py", description=__doc__)
     p.add_argument("run", help="run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)")
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from; - is standard input")
@@ -103,6 +167,10 @@ def parse(argv):
                    help="among the likeliest that together have probability P; 1 is off (0.95)")
     p.add_argument("--min_p", type=float, default=0.0, metavar="P",
                    help="among those at least P times as likely as the best; 0 is off (0)")
+    p.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X",
+                   help="divide the logits of ids that were there, in prompt or text, by X; 1 is off (1)")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                   help="end before this text; may be given several times")
     p.add_argument("--special", action="store_true",
                    help='read names such as "<|user|>" in the prompt as special tokens instead of text')
     p.add_argument("--no_stop", action="store_true", help="go on past the end of a document, up to max_new_tokens")
@@ -122,6 +190,13 @@ def parse(argv):
     for name in ("top_p", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             p.error(f"--{name} is {getattr(args, name)}; it must lie between 0 and 1.")
+    if not 0.01 <= args.repetition_penalty <= 100:
+        p.error(f"--repetition_penalty is {args.repetition_penalty}; it must lie between 0.01 and 100. 1.2 is usual.")
+    if "" in args.stop:
+        p.error("--stop is empty; it needs the text to end before.")
+    if args.stop and args.ids:
+        p.error("--stop is for text: it may end amid a token. Leave it out with --ids.")
+    args.stop = [as_typed(text) for text in args.stop]
     return args
 
 

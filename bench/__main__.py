@@ -9,7 +9,7 @@
     python -m bench growth                      time and memory over context, batch, vocabulary, depth: six minutes
     python -m bench gpu                         all of it that matters on one card, within eight minutes
 
-Each prints a table for the README, or with --json one object a line.  How a row is measured is in measure.py, what its
+Each prints a table for docs/, or with --json one object a line.  How a row is measured is in measure.py, what its
 limits are in the bench's own file, of whom the peers are in peers.py.  Other people's packages are rows where they are
 installed, best in an environment of their own, whose python then runs this (torch from the CPU index, or on a GPU the
 build that fits it; litgpt without its pins, which would lower the others; llama.cpp compiles for five minutes):
@@ -25,7 +25,7 @@ import json
 import sys
 import tempfile
 
-from stack.config import as_command, not_installed
+from stack.config import Parser, as_command, not_installed
 
 try:
     import torch
@@ -39,10 +39,10 @@ BENCHES = dict(step=step, sample=sample, prepare=prepare, head=head, growth=grow
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="|".join(BENCHES), dest="command")
     for name, bench in BENCHES.items():
-        sub = commands.add_parser(name, help=bench.__doc__.partition(":")[0], allow_abbrev=False, epilog=(
+        sub = commands.add_parser(name, help=bench.__doc__.partition(":")[0], epilog=(
             None if bench in (head, prepare) else "and every --key=value of train.py (python train.py --help)"))
         sub.add_argument("--json", action="store_true", help="one JSON object a line, one per row")
         sub.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -61,7 +61,8 @@ def main():
             if type(value) is int and value < 1:
                 raise ValueError(f"--{name} is {value}; it must be 1 or more.")
         if args.settings and bench in (head, prepare):
-            raise ValueError(f"{args.settings[0]} is nothing that {args.command} knows. --help lists what it does.")
+            raise ValueError(f"{args.settings[0]} is nothing that {args.command} knows"
+                             f"{parser.named(args).advice(args.settings) or '.'}")
         device = torch.device("cpu") if bench is prepare else pick_device(args.device)
         args.folder = args.folder or folder
         if not args.row:

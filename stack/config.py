@@ -17,6 +17,7 @@ By hand rather than by tyro or argparse: neither takes `1e3` for an int, nor `--
 `--compile=0` for one field, nor checks what a Python file assigned; with those rewritten, only `--help` would be left.
 """
 
+import argparse
 import ast
 import contextlib
 import dataclasses
@@ -32,12 +33,22 @@ import textwrap
 import traceback
 import types
 import typing
+import warnings
 from decimal import Decimal
 from pathlib import Path
 
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 KINDS = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "None"}
 WIDTH, HELP_COLUMN = 110, 42  # characters
+IN_PYTHONS_WAY = warnings.formatwarning
+NANOGPTS = {  # names of nanoGPT's flags that are others here: ours
+    "dataset": "data_dir", "block_size": "seq_len max_seq_len", "batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "batch_tokens", "max_iters": "max_steps", "n_layer": "n_layers",
+    "n_head": "n_heads n_kv_heads", "n_embd": "d_model", "learning_rate": "adamw_lr muon_lr",
+    "warmup_iters": "warmup_steps", "decay_lr": "schedule", "lr_decay_iters": "max_steps decay_fraction",
+    "min_lr": "min_lr_fraction", "eval_iters": "eval_tokens", "always_save_checkpoint": "save_interval",
+    "wandb_log": "wandb_project", "wandb_run_name": "wandb_name", "start": "prompt",
+}
 
 
 class RunFailed(RuntimeError):
@@ -69,7 +80,7 @@ def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
     values = {}
     for where, key, value, typed in [(f"{files[0]}: {key}", key, value, False) for key, value in assigned] + flags:
         if key not in types_of:
-            problems.append(f"{where}: there is no setting {key!r}.{_nearest(key, types_of)}")
+            problems.append(f"{where}: there is no setting {key!r}.{nearest(key, types_of)}")
             continue
         try:
             values[key] = _convert(value, types_of[key], typed)
@@ -89,6 +100,59 @@ def to_dict(instances) -> dict:
     return {key: value for instance in instances for key, value in dataclasses.asdict(instance).items()}
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse as the commands use it: descriptions as they stand, and a flag that there is not answered as a setting
+    that there is not."""
+
+    def __init__(self, **options):
+        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+
+    def parse_args(self, args=None, namespace=None):
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = self.named(namespace)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.advice(unknown)}")
+        return namespace
+
+    def named(self, namespace):
+        """Of a command of commands, the parser of the one that was named; else the parser itself."""
+        several = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return next((action.choices[getattr(namespace, action.dest)] for action in several), self)
+
+    def advice(self, unknown: list[str]) -> str:
+        """What to say behind words that this parser left over."""
+        known = [name[2:] for action in self._actions if action.help is not argparse.SUPPRESS
+                 for name in action.option_strings if name.startswith("--")]
+        flag = next((word for word in unknown if word.startswith("-")), None)
+        return flag and "." + nearest(flag.lstrip("-").partition("=")[0].replace("-", "_"), known, "--") or ""
+
+
+def nearest(name: str, names, dashes: str = "") -> str:
+    """A sentence for someone who gave a name that is none of `names`: which one was meant."""
+    theirs = {key: [n for n in ours.split() if n in names] for key, ours in NANOGPTS.items() if key not in names}
+    found = difflib.get_close_matches(name, [*names, *(key for key in theirs if theirs[key])], n=1)
+    if found and found[0] in theirs:
+        return f" nanoGPT's {found[0]} is {' and '.join(dashes + ours for ours in theirs[found[0]])} here."
+    found = found or [known for known in names if known.endswith(f"_{name}")]
+    return f" Did you mean {' or '.join(dashes + ours for ours in found)}?" if found else " --help lists them all."
+
+
+def explain(error: Exception) -> str:
+    """What an error says; where a relative path was not found, also in which folder it was looked for."""
+    text = str(error)
+    said = re.match("(?:config file )?(.+?)(?:, .*)?(?: not found| is no folder)", text.partition("\n")[0])
+    path = getattr(error, "filename", None) or (said[1] if said else None)
+    missing = path is not None and not os.path.isabs(path) and not os.path.exists(path)
+    return f"{text}\n  It was looked for in {os.getcwd()}." if missing else text
+
+
+def warn_in_sentences(name: str):
+    """Print warnings meant for people as what they say, without the line of code that said it."""
+    def formatwarning(message, category, *where):
+        return f"{name}: {message}\n" if category is UserWarning else IN_PYTHONS_WAY(message, category, *where)
+    warnings.formatwarning = formatwarning
+
+
 def not_installed(error: ModuleNotFoundError, command: str | None = None):
     """End a command for which a package is missing: with one message and exit code 2."""
     command = command or os.path.basename(sys.argv[0])
@@ -100,6 +164,7 @@ def not_installed(error: ModuleNotFoundError, command: str | None = None):
 @contextlib.contextmanager
 def as_command(name: str):
     """Around what a command does: a mistake of the user's is one message and exit code 2, Ctrl-C is 130."""
+    warn_in_sentences(name)
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
     try:
@@ -109,7 +174,7 @@ def as_command(name: str):
     except ModuleNotFoundError as error:
         not_installed(error)
     except (ValueError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {explain(error)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -190,7 +255,10 @@ def _split(argv, types_of):
 
 
 def _read(path: str, types_of) -> dict:
-    """What a config file assigns; the names of settings always count, so `import *` brings another file's."""
+    """What a config file assigns, or a run; the names of settings always count, so `import *` brings another file's."""
+    run = os.path.dirname(path.rstrip("/")) if os.path.basename(path.rstrip("/")).startswith("ckpt_") else path
+    if os.path.isdir(path) and os.path.isfile(os.path.join(run, "config.json")):
+        path = os.path.join(run, "config.json")
     if not os.path.isfile(path):
         folder = Path(path if os.path.isdir(path) else os.path.dirname(path) or "configs")
         recipes = set(folder.glob("data_*.py"))  # settings of no model: prepare.py's
@@ -246,11 +314,6 @@ def _convert(value, hint, typed: bool):
                 if math.isfinite(number) and (option is float or number == int(number)):
                     return option(number)
     raise ValueError
-
-
-def _nearest(name: str, names) -> str:
-    found = difflib.get_close_matches(name, names, n=1) or [known for known in names if known.endswith(f"_{name}")]
-    return f" Did you mean {' or '.join(found)}?" if found else " --help lists them all."
 
 
 def _comments(cls) -> tuple[dict, dict]:

@@ -132,6 +132,35 @@ def test_options_choose_split_context_and_amount(made, measure):
     assert measure(run=run / "ckpt_best") == measure()
 
 
+@pytest.mark.parametrize("stride", [1, 5, SEQ_LEN - 1])
+def test_a_stride_gives_each_token_its_context_and_counts_it_once(made, measure, stride):
+    """Token by token: from the first multiple of the stride on that is less than a window away."""
+    model, tokenizer, _ = checkpoint.load_model(made[0])
+    lengths, nats, n_bytes, tokens = tokenizer.token_bytes(), 0, 0, 0
+    for path in sorted(made[1].glob("val_*.bin")):
+        stream = torch.from_numpy(np.array(open_shard(path), np.int64))
+        for at in range(1, len(stream) - (len(stream) - 1 - SEQ_LEN) % stride):
+            first = max(-(-(at - SEQ_LEN) // stride) * stride, 0)
+            x = stream[first:at][None]
+            assert x.shape[1] in range(min(at, SEQ_LEN - stride + 1), SEQ_LEN + 1)
+            with torch.no_grad():
+                logits = model(x, docs=document_ids(x, tokenizer.boundary_id))[0, -1]
+            nats += F.cross_entropy(logits.double(), stream[at]).item()
+            n_bytes, tokens = n_bytes + int(lengths[stream[at]]), tokens + 1
+        assert len(stream) - 1 - at < stride  # what is left out at the end
+    got = measure("--stride", stride)
+    assert (got["tokens"], got["bytes"]) == (tokens, n_bytes)
+    assert got["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+
+
+def test_a_stride_of_a_window_is_none_and_less_is_better(measure):
+    assert measure("--stride", SEQ_LEN) == measure()
+    assert measure("--stride", 4)["loss"] < measure()["loss"] - 0.01
+    assert measure("--stride", 4, "--micro_batch_size", 3) == pytest.approx(measure("--stride", 4), rel=1e-6)
+    for n in (100, 300):
+        assert 0 <= n - measure("--stride", 5, "--max_tokens", n)["tokens"] < 2 * SEQ_LEN
+
+
 def test_text_gives_the_numbers_of_the_json(call, measure):
     code, out, _ = call()
     r = measure()
@@ -164,7 +193,10 @@ def test_a_moved_data_folder_is_asked_for_and_found(made, measure, call, tmp_pat
 
 @pytest.mark.parametrize("flags, word", [
     (["--split", "test"], "test"), (["--seq_len", "64"], "--seq_len is 64"), (["--max_tokens", "nan"], "max_tokens"),
-    (["--micro_batch_size", "0"], "micro_batch_size"), (["--words", "a"], "--embeddings"), (["--emb"], "--emb"),
+    (["--stride", "0"], "--stride is 0"), (["--stride", "17"], "--stride is 17"),
+    (["--stride", "4", "--embeddings"], "--stride"), (["--max_token", "9"], "Did you mean --max_tokens?"),
+    (["--batch_size", "9"], "--micro_batch_size"), (["--micro_batch_size", "0"], "micro_batch_size"),
+    (["--words", "a"], "--embeddings"), (["--emb"], "--emb"),
     (["--embeddings", "--words", "incomprehensible"], "incomprehensible"), (["--data", "nowhere"], "nowhere")])
 def test_wrong_flags_end_with_a_message(call, flags, word):
     code, out, err = call(*flags)

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
 
 import model as model_file
 import sample
@@ -109,6 +111,96 @@ def test_every_prompt_begins_with_the_boundary_once(call, seen, run):
     call("--prompt", "<|endoftext|>x", "--special", "--max_new_tokens", "1")
     assert seen[0] == [boundary]
     assert seen[1] == seen[2] and seen[1].count(boundary) == 1
+
+
+@given(st.text("ab"), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.randoms())
+def test_a_stop_string_ends_the_text_wherever_tokens_cut_it(text, stops, random):
+    """Letter by letter: the text ends where the first stop string does, without the longest that ends there."""
+    ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))] if stops else []
+    found = max((len(stop) for stop in stops if ends and text[:ends[0]].endswith(stop)), default=0)
+    cuts = sorted({0, len(text), *random.choices(range(len(text) + 1), k=4)})
+    parts = [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    growing, shown = sample.Text(Parts(parts), stops), ""
+    for i in range(len(parts)):
+        shown += growing.push(i)
+        if growing.ended:
+            break
+        held = "".join(parts[:i + 1])[len(shown):]  # because it begins a stop string
+        assert not held or any(stop.startswith(held) for stop in stops)
+    assert growing.ended == bool(ends) and shown + growing.flush() == (text[:ends[0] - found] if ends else text)
+
+
+class Parts:
+    """A tokenizer's stream whose ids are numbers of given parts."""
+
+    def __init__(self, parts):
+        self.push, self.flush = parts.__getitem__, lambda: ""
+
+
+def test_stop_strings_of_the_command(run, call, monkeypatch):
+    """Across the borders of tokens and characters, of each sample for itself; what comes behind is not generated."""
+    tokenizer, made, generate = Tokenizer.load(run / "ckpt_last"), [], model_file.generate
+
+    def recording(*args, **settings):
+        made.extend(generate(*args, **settings))
+        return made
+    monkeypatch.setattr(model_file, "generate", recording)
+    flags = ("--prompt", "ab", "--temperature", "2", "--max_new_tokens", "60", "--no_stop", "--num_samples", "4")
+    through, ids = call(*flags).out.removesuffix("\n").split("\n" + "-" * 40 + "\n"), list(made)
+    for stops in ((through[0][20:24],), (through[1][30:33], through[2][9:11]), ("nowhere in it",)):
+        made.clear()
+        wanted = ["ab" + min((text[2:].split(stop)[0] for stop in stops), key=len) for text in through]
+        got = call(*flags, *(word for stop in stops for word in ("--stop", stop))).out
+        assert got.removesuffix("\n").split("\n" + "-" * 40 + "\n") == wanted
+        for new, all_of_them, text in zip(made, ids, wanted, strict=True):
+            assert new == all_of_them[:len(new)] and tokenizer.decode(new).startswith(text[2:])
+            assert len(new) == 60 or not tokenizer.decode(new[:-1]).startswith(text[2:] + stops[0])
+            assert len(new) == 60 or any(stop in tokenizer.decode(new) for stop in stops)
+
+
+@pytest.mark.parametrize("flags", [[], ["--compile"]])
+def test_repetition_penalty_by_hand(run, call, monkeypatch, flags):
+    """Over the prompt's ids and the new ones, each row for itself; the boundary that begins a prompt is not meant."""
+    model, tokenizer, _ = checkpoint.load_model(run)
+    chosen_from, sample_next = [], model_file.sample_next
+
+    def recording(logits, **settings):
+        chosen_from.append(logits.clone())
+        return sample_next(logits, **settings)
+    monkeypatch.setattr(model_file, "sample_next", recording)
+    rows = ids_of(call("--prompt", "def read", "--repetition_penalty", "1.7", "--temperature", "2", "--ids",
+                       "--max_new_tokens", "20", "--no_stop", "--num_samples", "3", *flags).out)
+    prompt = tokenizer.encode("def read")
+    assert len(set(map(tuple, rows))) == 3 and len(chosen_from) == 20
+    for row, new in enumerate(rows):
+        logits = model(torch.tensor([[tokenizer.boundary_id, *prompt, *new]]))[0].detach()
+        for n in range(20):
+            want, had = logits[len(prompt) + n].clone(), {*prompt, *new[:n]}
+            for i in had:
+                want[i] = want[i] / 1.7 if want[i] > 0 else want[i] * 1.7
+            assert any(logits[len(prompt) + n][i] > 0 for i in had)
+            torch.testing.assert_close(chosen_from[n][row], want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_high_repetition_penalty_repeats_nothing(call):
+    flags = ("--prompt", "", "--temperature", "0", "--ids", "--no_stop", "--max_new_tokens", "20")
+    [plain], [once] = ids_of(call(*flags).out), ids_of(call(*flags, "--repetition_penalty", "100").out)
+    assert len(set(plain)) < 20 == len(set(once))
+
+
+def test_control_characters_are_spelled_out_on_a_terminal_alone(call, monkeypatch):
+    prompt = "\x1b]0;gone\x07\x1b[2J\x9b2J\x7f\r\n\tnaïve 😀"
+    flags = ("--prompt", prompt, "--temperature", "100", "--max_new_tokens", "300", "--no_stop")
+    raw = call(*flags).out
+    assert raw.startswith(prompt) and {*map(chr, range(32))} & {*raw[len(prompt):]} - {*"\n\t"}
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = call(*flags).out
+    assert shown.startswith(r"\x1b]0;gone\x07\x1b[2J\x9b2J\x7f\r" + "\n\tnaïve 😀")
+    assert not [c for c in shown if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160)]
+    for code in (*range(32), *range(127, 160)):
+        if chr(code) not in "\n\t":
+            raw = raw.replace(chr(code), repr(chr(code))[1:-1])
+    assert shown == raw
 
 
 def test_special_strings_are_text_unless_asked_for(call, seen, run):
@@ -218,7 +310,11 @@ def test_the_run_folder_is_enough_wherever_it_lies_on_any_console(run, tmp_path)
     (["--num_samples", "0"], "num_samples"), (["--temperature", "-1"], "temperature"), (["--top_k", "-1"], "top_k"),
     (["--seed", str(2**63)], "--seed is"),
     (["--temperature", "nan"], "temperature"), (["--top_p", "1.5"], "top_p"), (["--max_new_tokens", "-1"], "max_new"),
-    (["--prompt", "a", "--interactive"], "not allowed"), (["--promt", "a"], "--promt"), (["--device", "tpu"], "tpu"),
+    (["--prompt", "a", "--interactive"], "not allowed"), (["--promt", "a"], "--promt a. Did you mean --prompt?"),
+    (["--max_tokens=9"], "--max_new_tokens?"), (["--start=a"], "nanoGPT's start is --prompt here."),
+    (["--repetition-penalti", "2"], "--repetition_penalty?"), (["--repetition_penalty", "0"], "between 0.01"),
+    (["--repetition_penalty", "nan"], "between 0.01"), (["--stop", ""], "--stop is empty"),
+    (["--stop", "a", "--ids"], "--stop"), (["--zzz"], "--help lists"), (["--device", "tpu"], "tpu"),
     (["--temp", "1"], "--temp"),
     (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--dtype", "int8"], "int8")])
 def test_wrong_flags_end_with_a_message_and_no_output(call, flags, word):

@@ -38,14 +38,16 @@ from stack.data.shards import HEADER_BYTES, natural, read_listed, read_meta, tok
 class TokenData:
     """The windows of one split. What can be wrong with a data set is found here, before the first step.
 
+    stride: of a stream, windows begin so many tokens after another, and of those but a shard's first only so many at
+    the end are targets: each of these sees at least seq_len - stride tokens before its own input.
     packing: "stream" or "best_fit". fingerprint, vocab_size: of the tokenizer and the model that the ids will meet, if
     there are any yet. Foreign shards do not say which tokenizer made them: "", and GPT-2's is presumed.
     """
 
     def __init__(self, data_dir: str | Path, split: str, *, seq_len: int, packing: str = "stream",
-                 fingerprint: str | None = None, vocab_size: int | None = None):
+                 stride: int | None = None, fingerprint: str | None = None, vocab_size: int | None = None):
         self.dir, self.split, self.seq_len, self.meta = Path(data_dir), split, seq_len, read_meta(data_dir)
-        self.packing = packing
+        self.packing, self.stride = packing, stride or seq_len
         self.fingerprint: str = self.meta["tokenizer"]
         self.vocab_size: int = self.meta["vocab_size"]
         self.boundary_id: int = self.meta["boundary_id"]
@@ -65,9 +67,10 @@ class TokenData:
             path, header = read_listed(self.dir, entry, self.fingerprint)
             layout = Layout(path, header, self.boundary_id, seq_len) if packing == "best_fit" else None
             self._shards.append((path, header, layout))
-            windows.append(layout.n_windows if layout else max(header.n_tokens - 1, 0) // seq_len)
+            windows.append(layout.n_windows if layout else max((header.n_tokens - 1 - seq_len) // self.stride + 1, 0))
         self._ends = np.cumsum(windows)  # windows up to and including each shard
         self.n_windows, self.n_tokens = sum(windows), sum(entry["tokens"] for entry in shards)
+        self.n_shards = len(windows)
         filled = self.n_tokens / (self.n_windows * seq_len) if packing == "best_fit" and self.n_windows else 1.0
         self.empty_share, self._order = 1 - filled, (None, None)  # empty_share: of slots without a token
         if not self.n_windows:
@@ -87,7 +90,7 @@ class TokenData:
         i = int(i) - int(self._ends[shard - 1] if shard else 0)
         x, y, begins, at = np.full(T, self.boundary_id), np.full(T, -100), np.zeros(T, bool), 0
         with open(path, "rb", buffering=0) as file:
-            for first, n in layout.pieces(i) if layout else [(i * T, T)]:
+            for first, n in layout.pieces(i) if layout else [(i * self.stride, T)]:
                 file.seek(HEADER_BYTES + first * header.dtype.itemsize)
                 ids = np.fromfile(file, header.dtype, n + 1)
                 if len(ids) < min(n + 1, header.n_tokens - first):
@@ -101,6 +104,8 @@ class TokenData:
                                      "data set again.")
                 x[at:at + n], y[at:at + len(ids) - 1], begins[at] = ids[:n], ids[1:], True
                 at += n
+        if i and not layout:
+            y[:T - self.stride] = -100  # the window before had them
         return x, y, np.cumsum(begins | (x == self.boundary_id))
 
     def cut_share(self) -> float:

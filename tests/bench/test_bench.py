@@ -323,7 +323,8 @@ def test_a_row_that_hangs():
 @pytest.mark.parametrize("args, message", [
     (["head", "--rows=nonsense"], "no row 'nonsense'"), (["head", "--device=cuda:99"], "cuda:99"),
     (["head", "--repeats=0"], "--repeats is 0"), (["head", "--device=nonsense"], "nonsense"),
-    (["head", "--n_layers=3"], "--n_layers=3 is nothing"), (["step", "--n_layer=3"], "Did you mean n_layers"),
+    (["head", "--n_layers=3"], "--n_layers=3 is nothing"), (["step", "--n_layer=3"], "n_layer is n_layers"),
+    (["head", "--d_modle=3"], "--d_modle=3 is nothing that head knows. Did you mean --d_model?"),
     (["step", "--rows=theirs"], "no row 'theirs'"), (["growth", "--axis=width"], "no axis 'width'"),
     (["gpu", "--rows=ours"], "no setting 'rows'")])
 def test_user_errors(args, message, monkeypatch, capsys):
