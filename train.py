@@ -39,7 +39,7 @@ from stack import twins
 from stack.checkpoint.folder import read_state, recover, start_fresh
 from stack.checkpoint.saves import Saves
 from stack.checkpoint.tensors import load_optimizers, load_weights
-from stack.config import RunFailed, describe, load, save_json, to_dict
+from stack.config import RunFailed, describe, explain, load, save_json, to_dict, warn_in_sentences
 from stack.counts import describe_groups, flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
 from stack.data.tokenizer import Tokenizer
@@ -335,10 +335,11 @@ def due(step: int, interval: int) -> bool:
 def main():
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None if closed
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # samples, on a console that cannot show them
+    warn_in_sentences("train.py")
     try:
         run(*load((ModelConfig, TrainConfig), sys.argv[1:], doc=__doc__, check=check), typed=sys.argv)
     except (RunFailed, ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        print(f"train.py: {explain(error)}", file=sys.stderr)
         sys.exit(1 if isinstance(error, RunFailed) else 2)
     except KeyboardInterrupt:  # before the first step there is nothing to save
         sys.exit(130)
