@@ -1,26 +1,24 @@
 """Small real training runs for the tests: a data set, settings, what a run left on disk, and processes to run it in.
 
-Nothing is faked: text is the standard library's source, the tokenizer is trained, the shards are written by shards.py.
+Nothing is faked but the text: the tokenizer is trained, the shards are written by shards.py.
 Runs go through train.run in this process where a process of their own is not the point, since a start of Python and
 torch takes seconds; where it is, `start` forks one from a server that has imported both.
 """
 
-import argparse
 import dataclasses
 import hashlib
-import json.decoder
+import json
 import math
 import multiprocessing.forkserver
 import os
 import sys
-import tempfile
-import textwrap
 import unittest.mock
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from texts import texts
 
 import train
 from model import ModelConfig
@@ -38,16 +36,16 @@ def make_data(folder, *, vocab_size: int = 320, train_tokens: int | None = None,
     """A data set of about 77,000 training and 19,000 held-out tokens, or the first of them, as prepare.py makes it."""
     folder = Path(folder)
     folder.mkdir(parents=True)
-    texts = [Path(module.__file__).read_text() for module in (argparse, json.decoder, textwrap, tempfile)]
-    tokenizer = train_tokenizer(texts, vocab_size)
+    documents = texts(100_000, 13_000, 20_000, 33_000)
+    tokenizer = train_tokenizer(documents, vocab_size)
     tokenizer.save(folder)
     splits = {}
-    for split, parts, n_tokens in (("train", texts[:3], train_tokens), ("val", texts[3:], val_tokens)):
+    for split, parts, n_tokens in (("train", documents[:3], train_tokens), ("val", documents[3:], val_tokens)):
         ids = np.concatenate([np.r_[tokenizer.boundary_id, tokenizer.encode_to_numpy(text)] for text in parts])
         entry = write_shard(folder / f"{split}_000000.bin", ids[:n_tokens],
                             fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
         splits[split] = [{**entry, "documents": len(parts), "bytes": sum(len(text.encode()) for text in parts)}]
-    write_meta(folder, sources=["stdlib"], fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
+    write_meta(folder, sources=["made"], fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
                boundary_id=tokenizer.boundary_id, splits=splits)
     return folder
 

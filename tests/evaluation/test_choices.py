@@ -37,11 +37,12 @@ def run(tmp_path_factory, words):
 
 @pytest.fixture(scope="module")
 def questions(words):
-    """Ordinary ones from real text, and every edge the rules speak of."""
-    source, made = [word for word in texts(3)[2].split() if len(word) < 12][:400] * 9, []
+    """Ordinary ones, and every edge the rules speak of."""
+    source, made = [word for word in texts(3)[2].split() if len(words.encode(f" {word}")) < 6][:400] * 9, []
     for i in range(60):
         at, n = 31 * i, 3 + i % 9
-        choices = [" ".join(source[at + n + 50 * k:at + n + 50 * k + 2 + (i + k) % 5]) for k in range(4)]
+        choices = [" ".join(source[at + n + 50 * k:at + n + 50 * k + 2 + (i + k) % 5]) + " 日本" * ((i + k) % 3 == 0)
+                   for k in range(4)]  # some with more bytes than characters
         made.append((" ".join(source[at:at + n]), choices, i % 4))
     longest = next(" ".join(source[:n]) for n in range(100, 1, -1)
                    if len(tasks.encode_pair(words, "", " ".join(source[:n]))[1]) <= CONTEXT)
