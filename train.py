@@ -176,12 +176,12 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     stop = at_exit.enter_context(StopSignal(launched=ranks.world_size > 1))
     log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main, run_id=state["wandb_id"],
                  wandb_project=cfg.wandb_project, tensorboard=cfg.tensorboard, config=to_dict((model_cfg, cfg)))
-    at_exit.callback(log.close)
+    at_exit.callback(lambda: log.close(curves=not stop.asked))  # drawing takes seconds, which nobody should wait for
 
     def report():
         with log.forgive("report.html"):
             write_report(out_dir, model_cfg, cfg, step=state["step"], device=device, dtype=dtype,
-                         n_ranks=ranks.world_size, resume=resume)
+                         n_ranks=ranks.world_size, resume=resume, curves=not stop.asked)
     if main:
         at_exit.callback(report)
     state["wandb_id"] = log.run_id

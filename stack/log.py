@@ -82,8 +82,9 @@ class RunLog:
             with self.forgive("loss.png"), written_aside(self.out_dir / "loss.png") as aside:
                 draw([self.out_dir]).savefig(aside, format="png", dpi=120)
 
-    def close(self):
-        self.plot()
+    def close(self, curves: bool = True):
+        if curves:
+            self.plot()
         for what, sink in self.sinks.items():
             with self.forgive(what):
                 sink.finish() if what == "wandb" else sink.close()

@@ -44,9 +44,10 @@ summary { cursor: pointer }
 
 
 def write_report(out_dir, model_cfg, cfg, *, step: int, device: torch.device, dtype: torch.dtype, n_ranks: int,
-                 resume: str):
+                 resume: str, curves: bool = True):
     """Write out_dir/report.html from the log and what the caller knows: the step reached, the machine, and the command
-    `resume` that goes on."""
+    `resume` that goes on.  curves: draw them, for which matplotlib needs seconds, at its first time on a machine many.
+    """
     log, name = read_log(Path(out_dir) / "log.jsonl"), _text(Path(out_dir).name)
     state = "finished" if step >= cfg.max_steps else "stopped"
     parts = ["<!doctype html>", "<html lang=en><meta charset=utf-8>",
@@ -54,7 +55,9 @@ def write_report(out_dir, model_cfg, cfg, *, step: int, device: torch.device, dt
              f"<h1>{name}</h1>",
              f"<p>{state} at step {step:,} of {cfg.max_steps:,}, {datetime.datetime.now():%Y-%m-%d %H:%M}</p>",
              "<div class=columns>", _table("Result", _result(log)), _table("Speed", _speed(log, device)), "</div>",
-             "<h2>Curves</h2>", _svg(draw([out_dir], ("tokens", "seconds"))), "<h2>Samples</h2>", *_samples(log),
+             "<h2>Curves</h2>", _svg(draw([out_dir], ("tokens", "seconds"))) if curves else
+             f"<p>Ended by a signal. To draw them:</p><pre>python plot.py {_text(shlex.quote(str(out_dir)))}</pre>",
+             "<h2>Samples</h2>", *_samples(log),
              "<h2>Account</h2>", "<div class=columns>", *_account(model_cfg, cfg), "</div>",
              "<h2>Machine</h2>", "<div class=columns>", _table("Environment", [
                  ("device", machine(device)), ("processes", f"{n_ranks}"),

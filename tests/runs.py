@@ -151,8 +151,8 @@ def _server():
     return context
 
 
-def finish(*processes, timeout: float = 60) -> list[int]:
-    """Exit codes, once all have ended."""
+def finish(*processes, timeout: float = 600) -> list[int]:
+    """Exit codes, once all have ended; timeout is for what hangs, on the slowest machine."""
     for process in processes:
         process.join(timeout)
         if process.exitcode is None:

@@ -203,12 +203,16 @@ def endless_step():
 
     def slow(cfg, step):
         print(f"at {step}", flush=True)
-        time.sleep(60 if step == 1 else 0)
+        while step == 1 and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # as the first signal leaves it
+            time.sleep(0.01)
+        if step == 1:
+            print("asked", flush=True)
+            time.sleep(3600)
         return schedule(cfg, step)
     train.schedule = slow
 
 
-def wait_for(path, text, timeout=60):
+def wait_for(path, text, timeout=600):
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if path.exists() and text in path.read_text():
@@ -224,14 +228,13 @@ def test_a_signal_saves_and_leaves(data, tmp_path, number):
     process = runs.start(configs, tmp_path / "output", prepare=slow_steps)
     wait_for(tmp_path / "output", "at 2")
     os.kill(process.pid, number)
-    asked = time.monotonic()
     assert runs.finish(process) == [0]
-    assert time.monotonic() - asked < 5
     step = runs.progress(tmp_path / "run")["step"]
     output = (tmp_path / "output").read_text()
-    assert step == 3 and f"stopped at step {step} of 100" in output and "Traceback" not in output
+    assert step == int(re.findall(r"^at (\d+)$", output, re.MULTILINE)[-1]) + 1 < 100
+    assert f"stopped at step {step} of 100" in output and "Traceback" not in output
     if number == signal.SIGTERM:
-        same = dict(max_steps=5, decay_fraction=0)
+        same = dict(max_steps=step + 2, decay_fraction=0)
         runs.run(data, tmp_path / "run", init_from="resume", **same)
         runs.run(data, tmp_path / "straight", **same)
         assert runs.log(tmp_path / "run", key="loss") == runs.log(tmp_path / "straight", key="loss")
@@ -243,11 +246,10 @@ def test_a_second_signal_leaves_at_once(data, tmp_path):
                          prepare=endless_step)
     wait_for(tmp_path / "output", "at 1")
     os.kill(process.pid, signal.SIGTERM)
-    process.join(1)
+    wait_for(tmp_path / "output", "asked")
     assert process.exitcode is None
     os.kill(process.pid, signal.SIGTERM)
-    asked = time.monotonic()
-    assert runs.finish(process) == [-signal.SIGTERM] and time.monotonic() - asked < 5
+    assert runs.finish(process) == [-signal.SIGTERM]
     assert runs.progress(tmp_path / "run")["step"] == 1
 
 
@@ -297,7 +299,7 @@ def kill_and_resume(data, folder, kills: int, rng, **changes) -> dict:
                 seen["steps lost"] += max(logged[-1] - step, 0) if logged else 0
                 lower = step
         else:
-            assert runs.finish(process, timeout=120) == [0], output.read_text()
+            assert runs.finish(process) == [0], output.read_text()
             break
     return seen
 
@@ -345,7 +347,7 @@ def test_resuming_needs_no_more_memory_than_the_run(data, tmp_path):
         output = tmp_path / f"output.{max_steps}"
         process = runs.start(runs.settings(data, tmp_path / "run", **big | dict(max_steps=max_steps)), output, *flags,
                              prepare=tell_peak)
-        assert runs.finish(process, timeout=120) == [0], output.read_text()
+        assert runs.finish(process) == [0], output.read_text()
         peaks.append(int(re.findall(r"kB (\d+) at", output.read_text())[-1]) / 1e3)
     assert peaks[1] < 1.03 * peaks[0], peaks
 

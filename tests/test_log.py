@@ -22,7 +22,7 @@ def test_lines_are_json(tmp_path):
     log.write(step=1, loss=float("nan"), grad_norm=math.inf, lr=0.1)
     text = (tmp_path / "log.jsonl").read_text()  # before close: a killed run has its lines
     line = json.loads(text, parse_constant=pytest.fail)
-    assert 0 <= line.pop("seconds") < 60 and line == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
+    assert line.pop("seconds") >= 0 and line == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
     log.close()
 
 

@@ -58,7 +58,7 @@ def copy(tmp_path):
 
 def run(argv, cwd):
     done = subprocess.run([sys.executable, *argv[1:], *SMALLER.get(argv[1], [])], cwd=cwd, capture_output=True,
-                          text=True, stdin=subprocess.DEVNULL, timeout=300)
+                          text=True, stdin=subprocess.DEVNULL, timeout=1800)
     assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -110,7 +110,8 @@ def test_without_log_or_git(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("end", ["stop", "failure", "error"])
 def test_however_the_run_ends(data, tmp_path, monkeypatch, end):
-    """Stopped, given up or failed: the page is there and says how far it came."""
+    """Stopped, given up or failed: the page is there and says how far it came; after a signal, on which somebody may
+    wait, nothing is drawn."""
     hooks = {"stop": lambda step: step == 1 and signal.raise_signal(signal.SIGTERM),
              "failure": lambda step: True, "error": lambda step: step == 2 and 1 / 0}
     runs.at(monkeypatch, hooks[end])
@@ -118,7 +119,10 @@ def test_however_the_run_ends(data, tmp_path, monkeypatch, end):
         runs.run(data, tmp_path / "run", max_bad_steps=2)
     except (train.RunFailed, ZeroDivisionError):
         assert end != "stop"
-    assert "stopped at step 2 of 6" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "stopped at step 2 of 6" in page and Page(page).open == []
+    for drawn in ("<svg" in page, (tmp_path / "run" / "loss.png").exists(), "python plot.py" not in page):
+        assert drawn == (end != "stop")
 
 
 def test_a_failing_report_costs_the_report(data, tmp_path, monkeypatch):

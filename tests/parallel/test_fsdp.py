@@ -188,7 +188,7 @@ def test_a_killed_rank_ends_the_job(data, tmp_path):
     changes = SAME | dict(save_interval=1, dp="fsdp", eval_interval=0)
     processes = runs.start_ranks(2, runs.settings(data, tmp_path / "run", **changes), tmp_path / "output",
                                  prepare=kill_rank_1_in_step_3)
-    codes = runs.finish(*processes, timeout=30)
+    codes = runs.finish(*processes)
     assert codes[0] not in (0, None) and codes[1] == -9
     assert runs.progress(tmp_path / "run")["step"] in (1, 2)
     assert runs.progress(runs.run(data, tmp_path / "run", init_from="resume", **changes))["step"] == 5
