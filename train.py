@@ -4,10 +4,12 @@
     python train.py configs/stack100m.py                                   one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/stack100m.py   eight
     python train.py configs/stack100m.py --init_from=resume                go on after a stop, exactly
+    python train.py configs/stack100m.py --init_from=resume:ckpt_step_0001000   the same from there; what is later moves
     python train.py configs/demo.py --init_from=out/demo --data_dir=data/mine --out_dir=out/mine
-                                     finetune a run; --init_from=hf:FOLDER a model of Hugging Face's
+                                     finetune a run, with --keep_moments branch off; hf:FOLDER is Hugging Face's
 
-Ctrl-C, SIGTERM or a lost terminal finishes the step, saves and leaves with exit code 0; a second one leaves at once.
+Ctrl-C, SIGTERM, SIGUSR1 or a lost terminal finishes the step, saves and leaves with exit code 0; a second one leaves at
+once.
 
 A run that was stopped or killed and resumed is the run that never stopped: batches, dropout and learning rate are
 functions of the position (seed, step, micro step, data rank), the rest of the state is in the checkpoint, and hyper-
@@ -17,7 +19,6 @@ together.
 
 import contextlib
 import functools
-import importlib.util
 import math
 import os
 import shlex
@@ -35,8 +36,8 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 from model import GPT, ModelConfig, generate
-from stack import twins
-from stack.checkpoint.folder import read_state, recover, start_fresh
+from stack import spikes, twins
+from stack.checkpoint.folder import go_back, read_state, recover, start_fresh
 from stack.checkpoint.saves import Saves
 from stack.checkpoint.tensors import load_optimizers, load_weights
 from stack.config import RunFailed, describe, explain, load, save_json, to_dict, warn_in_sentences
@@ -53,28 +54,8 @@ from stack.parallel.ranks import connect, disconnect, read_ranks
 from stack.parallel.sharding import fill, finish_gradients, local, parallelize, sync_gradients, total_norm, whole
 from stack.report import write_report
 from stack.resume import StopSignal, compare, resume_command, settle
+from stack.start import check, shortened, what_it_starts_from, what_trains
 from stack.train_config import TrainConfig
-
-
-def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
-    """Problems that span both dataclasses and the number of ranks."""
-    found, dp_size = [], read_ranks(cfg.tp).dp_size
-    if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        found.append("tensorboard is asked for, but the package is not installed. Install it (pip install tensorboard) "
-                     "or leave out --tensorboard.")
-    if cfg.init_from in ("scratch", "resume") and cfg.seq_len > model_cfg.max_seq_len:  # else the source's counts
-        found.append(f"seq_len ({cfg.seq_len}) is more than max_seq_len ({model_cfg.max_seq_len}). "
-                     "Lower the first or raise the second.")
-    row = cfg.seq_len * dp_size
-    unit = row * cfg.micro_batch_size
-    if cfg.batch_tokens % unit:
-        below, above = cfg.batch_tokens // unit * unit, -(-cfg.batch_tokens // unit) * unit
-        micro = next((n for n in range(cfg.micro_batch_size, 0, -1) if cfg.batch_tokens % (row * n) == 0), None)
-        found.append(f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
-                     f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size} = {unit}). Set it to "
-                     f"{' or '.join(str(n) for n in (below, above) if n)}"
-                     f"{f', or micro_batch_size to {micro}' if micro else ''}.")
-    return found
 
 
 def run(model_cfg: ModelConfig, cfg: TrainConfig, typed: list[str] | None = None):
@@ -91,12 +72,13 @@ def run(model_cfg: ModelConfig, cfg: TrainConfig, typed: list[str] | None = None
 def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.ExitStack, resume: str):
     # 1. run folder --------------------------------------------------------------------------------------------------
     out_dir, main = Path(cfg.out_dir), ranks.rank == 0
-    resuming, finetuning = cfg.init_from == "resume", cfg.init_from not in ("resume", "scratch")
-    source = {"scratch": None, "resume": out_dir / "ckpt_last"}.get(cfg.init_from, Path(cfg.init_from))
+    resuming, finetuning = bool(cfg.checkpoint), not cfg.checkpoint and cfg.init_from != "scratch"
+    source = out_dir / cfg.checkpoint if resuming else Path(cfg.init_from) if finetuning else None
     say = functools.partial(tell, main)
+    cfg = shortened(cfg, say)
 
     # 2. device, ranks, seeds ----------------------------------------------------------------------------------------
-    device = connect(ranks, pick_device(cfg.device))
+    device = connect(ranks, pick_device(cfg.device), what_trains(model_cfg, cfg))
     dtype = pick_dtype(cfg.dtype, device)
     tqdm.set_lock(threading.RLock())  # its own is for several processes, and is reported as leaked after a kill
     if device.type == "cpu":
@@ -116,14 +98,15 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     tokenizer = Tokenizer.load(cfg.data_dir)
     open_data = dict(seq_len=cfg.seq_len, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
     train_data = TokenData(cfg.data_dir, "train", packing=cfg.packing, **open_data)
-    val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval else None
+    val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval or cfg.eval_first else None
     token_bytes = tokenizer.token_bytes()
     batch_seqs = cfg.batch_tokens // cfg.seq_len
     micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.dp_size)
 
     # 4. model -------------------------------------------------------------------------------------------------------
     state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0,
-             "base": cfg.init_from if finetuning else None}  # whose weights these were
+             "base": cfg.init_from if finetuning else None,  # whose weights these were
+             "norms": spikes.unseen(), "spikes": 0, "unlogged": [0.0, 0]}  # nats and tokens since the last line
     if main and resuming:
         recover(out_dir)  # what a kill amid a save left behind
     ranks.barrier()
@@ -140,11 +123,15 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         state["seqs_seen"] = state["seqs_seen"] * saved["train"]["seq_len"] // cfg.seq_len
         with contextlib.suppress(FileNotFoundError):  # an evaluation after the last save may have found a better one
             best = read_state(out_dir, "best")
-            state["best_val"] = best["progress"]["best_val"] if best["data"] == train_data.data_fingerprint else None
+            if best["data"] != train_data.data_fingerprint:
+                state["best_val"] = None
+            elif source.name == "ckpt_last" or best["progress"]["step"] <= state["step"]:
+                state["best_val"] = best["progress"]["best_val"]
         if state["step"] >= cfg.max_steps:
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
     model = GPT(model_cfg)
+    ranks.agree(what_it_starts_from(model, train_data, dtype, saved, state["step"]))
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
     replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile)
@@ -164,18 +151,19 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     params = [p for p in model.parameters() if p.requires_grad]
 
     # 7. resume ------------------------------------------------------------------------------------------------------
-    if resuming:
+    if resuming or cfg.keep_moments:
         if without := load_optimizers(source, model, optimizers, scaler, strict=not cfg.allow_changes):
             say(f"{len(without)} parameters start without optimizer state")
-    elif main:
-        start_fresh(out_dir)
-    ranks.barrier()
+    ranks.barrier()  # until all have read what may move now
     if main:
+        if moved := go_back(out_dir, cfg.checkpoint) if resuming else start_fresh(out_dir):
+            say(moved)
         out_dir.mkdir(parents=True, exist_ok=True)
         save_json(out_dir / "config.json", (model_cfg, cfg))
     stop = at_exit.enter_context(StopSignal(launched=ranks.world_size > 1))
     log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main, run_id=state["wandb_id"],
-                 wandb_project=cfg.wandb_project, tensorboard=cfg.tensorboard, config=to_dict((model_cfg, cfg)))
+                 wandb_project=cfg.wandb_project, wandb_name=cfg.wandb_name, wandb_group=cfg.wandb_group,
+                 tensorboard=cfg.tensorboard, config=to_dict((model_cfg, cfg)))
     at_exit.callback(lambda: log.close(curves=not stop.asked))  # drawing takes seconds, which nobody should wait for
 
     def report():
@@ -222,7 +210,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         # save before evaluating: a failure there must not cost the weights.  Not amid bad steps: they may be to blame
         if step != saves.step and (last or leaving or due(step, cfg.save_interval) and not state["bad_steps"]):
             saves.save("ckpt_last", standing, final=last or leaving)
-        if not leaving and cfg.eval_interval and (last or due(step, cfg.eval_interval)):
+        if not leaving and (cfg.eval_interval and (last or due(step, cfg.eval_interval)) or
+                            cfg.eval_first and step == 0):
             windows = iterate_windows(val_data, cfg.micro_batch_size, rank=ranks.dp_rank, world_size=ranks.dp_size,
                                       max_windows=max(cfg.eval_tokens // cfg.seq_len, 1))
             held = evaluate(whole(model, cfg.compile), stop.cut_short(windows), token_bytes, device=device, dtype=dtype,
@@ -278,21 +267,30 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         grads = [p.grad for p in params if p.grad is not None]
         norm = total_norm(grads) * correction  # before clipping; the same on every rank
         grad_norm = norm.item()
-        if math.isfinite(grad_norm):
+        spike = spikes.is_spike(state["norms"], grad_norm, cfg.skip_spikes or spikes.USUAL)
+        skip = bool(cfg.skip_spikes) and ranks.any(spike, device)
+        if spike:
+            state["spikes"] += 1
+            log.write(step=step + 1, spike=grad_norm, skipped=skip)
+            say(f"step {step}: the gradient's norm, {grad_norm:.3g}, is far above those of late"
+                f"{'; the step is skipped' if skip else ''} (spike {state['spikes']})")
+        if math.isfinite(grad_norm) and not skip:
             clip = (cfg.grad_clip / (norm + 1e-6)).clamp(max=1) if cfg.grad_clip else 1.0
             torch._foreach_mul_([local(grad) for grad in grads], correction * clip)
             for optimizer in optimizers:
                 scaler.step(optimizer)
-            state["bad_steps"] = 0
-        else:  # decided by all ranks alike: the inf has spread to all
-            state["bad_steps"] += 1
+        # decided by all ranks alike: the inf has spread to all
+        state["bad_steps"] = 0 if math.isfinite(grad_norm) else state["bad_steps"] + 1
+        if state["bad_steps"]:
             say(f"step {step}: the gradient is not finite; the step is skipped ({state['bad_steps']} in a row)")
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         del grads  # else they are held until the next step's are there
-        n_valid = int(totals[1])
+        nats, n_valid = totals[0].item(), int(totals[1])
         state |= {"step": step + 1, "seqs_seen": state["seqs_seen"] + batch_seqs, "tokens": state["tokens"] + n_valid}
+        if math.isfinite(nats):
+            state["unlogged"] = [state["unlogged"][0] + nats, state["unlogged"][1] + n_valid]
         if state["bad_steps"] >= cfg.max_bad_steps:
             good = "No checkpoint was saved before." if saves.step is None else (
                 f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saves.step}).")
@@ -303,11 +301,12 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         bar.update()
         logged = cfg.log_interval and (due(step + 1, cfg.log_interval) or step + 1 == cfg.max_steps)
         if logged:
-            loss, tok_per_s = (totals[0] / totals[1]).item(), clock_tokens / clock
+            (nats, n_tokens), state["unlogged"] = state["unlogged"], [0.0, 0]
+            loss, tok_per_s = nats / n_tokens if n_tokens else math.nan, clock_tokens / clock
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
             log.write(step=step + 1, loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
                       tok_per_s=round(tok_per_s), step_ms=clock / clock_steps * 1e3, mfu=mfu, data_wait=wait / clock,
-                      tokens=state["tokens"], flops=state["tokens"] * flops)
+                      tokens=state["tokens"], flops=state["tokens"] * flops, spikes=state["spikes"])
             bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s")
             if bar.disable:
                 left = tqdm.format_interval((cfg.max_steps - step - 1) * clock / clock_steps)

@@ -23,7 +23,8 @@ class RunLog:
     """
 
     def __init__(self, out_dir, *, resume_step: int | None = None, enabled: bool = True, tensorboard: bool = False,
-                 wandb_project: str | None = None, config: dict | None = None, run_id: str | None = None):
+                 wandb_project: str | None = None, wandb_name: str | None = None, wandb_group: str | None = None,
+                 config: dict | None = None, run_id: str | None = None):
         self.out_dir, self.enabled, self.run_id = Path(out_dir), enabled, run_id
         self.sinks, self.failed, self.began = {}, set(), time.monotonic()
         if not enabled:
@@ -32,7 +33,7 @@ class RunLog:
         path = self.out_dir / "log.jsonl"
         with self.forgive("log.jsonl"):
             kept = [line for line in (read_log(path) if resume_step is not None else []) if (
-                line["step"] < resume_step or line["step"] == resume_step and "loss" in line)]
+                line["step"] < resume_step or line["step"] == resume_step and not {"val_loss", "sample"} & {*line})]
             with written_aside(path) as aside, open(aside, "w", encoding="utf-8") as f:
                 f.writelines(json.dumps(line) + "\n" for line in kept)
             self.sinks["log.jsonl"] = open(path, "a", encoding="utf-8", buffering=1)  # each line reaches the disk
@@ -48,8 +49,8 @@ class RunLog:
         if wandb_project:
             with self.forgive("wandb"):
                 import wandb
-                run = wandb.init(project=wandb_project, name=self.out_dir.name, dir=str(self.out_dir), config=config,
-                                 id=run_id, resume="allow")
+                run = wandb.init(project=wandb_project, name=wandb_name or self.out_dir.name, group=wandb_group,
+                                 dir=str(self.out_dir), config=config, id=run_id, resume="allow")
                 self.sinks["wandb"], self.run_id = run, run.id
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from stack.train_config import TrainConfig
 
 
 class StopSignal:
-    """SIGINT, SIGTERM or SIGHUP: the loop leaves after the step it is in.  A second one ends the process at once.
+    """SIGINT, SIGTERM, SIGHUP or SIGUSR1: the loop leaves after its step.  A second one ends the process at once.
 
     launched: by torchrun, which passes signals on, so that one may come twice, and kills what stays for 30 seconds.
     """
@@ -22,8 +22,9 @@ class StopSignal:
 
     def __enter__(self):
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
-            numbers.append(signal.SIGHUP)
+        for name in ("SIGHUP", "SIGUSR1"):  # a lost terminal; SLURM's warning, where --signal says so
+            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # as nohup wants it
+                numbers.append(getattr(signal, name))
         self.before = {number: signal.signal(number, self.receive) for number in numbers}
         return self
 
@@ -59,7 +60,7 @@ def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None,
         raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
                           f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
                           f"tokens. Prepare the data with --tokenizer {source}.")
-    if cfg.init_from not in ("scratch", "resume"):
+    if saved is not None and not cfg.checkpoint:
         settled = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
         if cfg.seq_len > settled.max_seq_len:
             raise ConfigError(f"seq_len ({cfg.seq_len}) is more than the {settled.max_seq_len} tokens of {source}. "
@@ -111,7 +112,7 @@ def compare(saved: dict, model_cfg: ModelConfig, cfg: TrainConfig, data) -> list
                           f"--allow_changes, or start from its weights with --init_from={cfg.out_dir} and another "
                           "--out_dir.")
     lines = [f"resumed with {line}" for line in lost]
-    ignored = {"init_from", "out_dir", "data_dir", "allow_changes", *GIVES_UP}
+    ignored = {"init_from", "out_dir", "data_dir", "allow_changes", "keep_moments", *GIVES_UP}
     if free := differences({k: v for k, v in before.items() if k not in ignored}, now):
         lines.append(f"changed since the checkpoint: {free}")
     shape = ("max_steps", "schedule", "warmup_steps", "decay_fraction", "min_lr_fraction")

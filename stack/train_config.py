@@ -1,7 +1,11 @@
 """The settings of a training run, each once: type, default, meaning.  ModelConfig, in model.py, has the model's."""
 
 import dataclasses
+import os
+import re
 import typing
+
+PATHS = "data_dir", "out_dir", "init_from"
 
 
 @dataclasses.dataclass
@@ -9,7 +13,9 @@ class TrainConfig:
     # data and run folder
     data_dir: str = "data/stack100m"  # what prepare.py made
     out_dir: str = "out/stack100m"  # run folder: checkpoints, config.json, log.jsonl, loss.png, report.html
-    init_from: str = "scratch"  # scratch, resume (continue out_dir); to finetune: a run folder, or hf:FOLDER
+    init_from: str = "scratch"  # scratch; resume, resume:ckpt_step_N: go on in out_dir; to finetune: a run folder, a
+                               # checkpoint in one, or hf:FOLDER
+    keep_moments: bool = False  # with init_from=RUN: the optimizer's moments too, not only weights; step 0, data anew
     allow_changes: bool = False  # resume although data, seq_len, packing, seed, optimizer or architecture changed
     seed: int = 1337  # of initial weights, batch order, dropout and samples
     # batch
@@ -37,6 +43,7 @@ class TrainConfig:
     eval_interval: int = 500  # loss on held-out text
     save_interval: int = 1000  # ckpt_last; 0 = only at the end
     sample_interval: int = 2000  # a few lines of text
+    eval_first: bool = False  # also before the first step
     eval_tokens: int = 2**20  # held-out tokens per evaluation, spread evenly over the split
     keep: int = 0  # numbered checkpoints kept besides last and best
     # machine
@@ -49,8 +56,23 @@ class TrainConfig:
     deterministic: bool = False  # on a GPU too, runs repeat to the bit (a CPU's do anyway); `bench step` has the cost
     peak_tflops: float | None = None  # of one device, where its name is not known: for mfu, the share of it reached
     max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
+    skip_spikes: float = 0.0  # skip a step whose gradient norm is so many standard deviations above its recent mean, of
+                              # logarithms; 0 = none, those beyond 6 are counted (spikes.py)
     wandb_project: str | None = None  # send the log to this project of Weights & Biases too
+    wandb_name: str | None = None  # the run's name there; None: the last part of out_dir
+    wandb_group: str | None = None  # runs that are shown together there
     tensorboard: bool = False  # write the log to out_dir/tensorboard too, for `tensorboard --logdir out`
+
+    def __post_init__(self):
+        for name in PATHS:
+            kind, path = re.fullmatch("(hf:)?(.*)", getattr(self, name), re.DOTALL).groups()
+            setattr(self, name, (kind or "") + os.path.expanduser(path))  # as the shell would, had it seen a path
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The name of the checkpoint in out_dir that the run goes on from; None if it is a run of its own."""
+        return {"resume": "ckpt_last"}.get(self.init_from) or (
+            self.init_from.removeprefix("resume:") if self.init_from.startswith("resume:") else None)
 
     def problems(self) -> list[str]:
         """Every impossible setting, as sentences a user can act on."""
@@ -58,14 +80,19 @@ class TrainConfig:
             "be positive": (lambda x: x > 0, "seq_len micro_batch_size batch_tokens max_steps muon_lr adamw_lr "
                                              "max_bad_steps eval_tokens tp"),
             "be 0 or more": (lambda x: x >= 0, "log_interval eval_interval save_interval sample_interval warmup_steps "
-                                               "grad_clip weight_decay z_loss keep seed"),
+                                               "grad_clip weight_decay z_loss keep seed skip_spikes"),
             "be less than 2**63": (lambda x: x < 2**63, "seed"),
             "lie in [0, 1]": (lambda x: 0 <= x <= 1, "decay_fraction min_lr_fraction"),
             "lie in [0, 1)": (lambda x: 0 <= x < 1, "beta1 beta2"),
             "be positive, or None": (lambda x: x is None or x > 0, "peak_tflops")}
         found = [f"{name} ({getattr(self, name)}) must {says}."
                  for says, (holds, names) in bounds.items() for name in names.split() if not holds(getattr(self, name))]
-        if self.warmup_steps > self.max_steps > 0:
-            found.append(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps}): the peak "
-                         "would never be reached. Lower it.")
+        found += [f"{name} ({getattr(self, name)!a}) is no UTF-8, and libraries here open no other names. Rename it."
+                  for name in PATHS if re.search("[\ud800-\udfff]", getattr(self, name))]  # so Python shows such bytes
+        if self.checkpoint is not None and not re.fullmatch(r"ckpt_\w+", self.checkpoint):
+            found.append(f"init_from ({self.init_from}): the name of a checkpoint in out_dir is needed behind resume:. "
+                         "Write resume:ckpt_step_N.")
+        if self.keep_moments and self.init_from.startswith(("scratch", "hf:")):
+            found.append(f"keep_moments needs a run to take moments from, and init_from is {self.init_from}. Set "
+                         "--init_from=RUN, or leave out --keep_moments.")
         return found

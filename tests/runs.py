@@ -106,7 +106,8 @@ def spy_batches(monkeypatch, change=None) -> list[str]:
 
 
 def at(monkeypatch, hook):
-    """Call hook(step) before each step, and spoil the gradient of the step where it returns True."""
+    """Call hook(step) before each step, and spoil the gradient of the step where it returns True; where it returns a
+    number, multiply it by that."""
     schedule, get_total_norm, spoil = train.schedule, torch.nn.utils.get_total_norm, [False]
 
     def hooked(cfg, step):
@@ -114,8 +115,10 @@ def at(monkeypatch, hook):
         return schedule(cfg, step)
 
     def norm(grads, *args):
-        if spoil[0]:
+        if spoil[0] is True:
             grads[0][0, 0] = math.inf
+        elif spoil[0]:
+            torch._foreach_mul_(grads, spoil[0])
         return get_total_norm(grads, *args)
     monkeypatch.setattr(train, "schedule", hooked)
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", norm)
@@ -162,13 +165,14 @@ def finish(*processes, timeout: float = 600) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def start_ranks(n: int, configs, output, *flags: str, prepare=None) -> list:
-    """The same on n ranks, as torchrun would start them; the output of rank r goes to `output`.r."""
+def start_ranks(n: int, configs, output, *flags: str, prepare=None, of_rank=()) -> list:
+    """The same on n ranks, as torchrun would start them; the output of rank r goes to `output`.r, and it alone gets the
+    flags of_rank[r]."""
     import socket
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    return [start(configs, f"{output}.{rank}", *flags, prepare=prepare, env={
+    return [start(configs, f"{output}.{rank}", *flags, *(of_rank[rank] if of_rank else ()), prepare=prepare, env={
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port)}) for rank in range(n)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from model import ModelConfig
 from stack.config import NANOGPTS, ConfigError, Parser, describe, explain, load, nearest, save_json, to_dict
-from stack.train_config import TrainConfig
+from stack.train_config import PATHS, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -172,10 +172,30 @@ def test_a_seed_beyond_64_bits_is_refused():
     ("tp", 0, 1, "tp (0) must be positive."), ("keep", -1, 0, "keep (-1) must be 0 or more."),
     ("min_lr_fraction", 1.1, 1.0, "min_lr_fraction (1.1) must lie in [0, 1]."),
     ("beta2", 1.0, 0.0, "beta2 (1.0) must lie in [0, 1)."), ("peak_tflops", 0.0, None, "must be positive, or None."),
-    ("warmup_steps", 38148, 38147, "the peak would never be reached")])
+    ("skip_spikes", -1, 0, "must be 0 or more."), ("init_from", "resume:", "resume:ckpt_step_10", "behind resume:"),
+    ("init_from", "resume:../b/ckpt_last", "resume:ckpt_best", "behind resume:"),
+    ("out_dir", "out/\udcff", "out/\u00fc", "out_dir ('out/\\udcff') is no UTF-8"),
+    ("data_dir", "\udcfc", "data/demo", "is no UTF-8"), ("init_from", "hf:\udcfc", "hf:models/m", "is no UTF-8")])
 def test_bounds(name, bad, good, says):
     found, = TrainConfig(**{name: bad}).problems()
     assert says in found and TrainConfig(**{name: good}).problems() == []
+
+
+@pytest.mark.parametrize("given, meant", [("~/runs/x", "HOME/runs/x"), ("hf:~/m", "hf:HOME/m"), ("a/~", "a/~"),
+                                          ("~", "HOME"), ("resume", "resume"), ("hf:m/~", "hf:m/~")])
+@pytest.mark.parametrize("name", PATHS)
+def test_the_home_folder(monkeypatch, tmp_path, name, given, meant):
+    """--out_dir=~/x is the user's, wherever it stands: a shell leaves the ~ behind = alone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for cfg in (TrainConfig(**{name: given}), load((TrainConfig,), [f"--{name}={given}"])[0],
+                load((TrainConfig,), [write(tmp_path, f"{name} = {given!r}")])[0]):
+        assert getattr(cfg, name) == meant.replace("HOME", str(tmp_path))
+
+
+def test_moments_need_a_run():
+    """--keep_moments without a run to take them from is refused; with resume, as a command that goes on has it, not."""
+    for init_from, problems in (("scratch", 1), ("hf:m", 1), ("out/x", 0), ("resume", 0), ("resume:ckpt_best", 0)):
+        assert len(TrainConfig(init_from=init_from, keep_moments=True).problems()) == problems
 
 
 def write(folder: Path, text: str, name="c.py") -> str:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from safetensors.torch import load_file
 
 import train
+from stack import spikes
 from stack.checkpoint.folder import read_state
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,6 +37,7 @@ SETUPS = {
     "fp16": dict(dtype="float16"),
     "bf16": dict(dtype="bfloat16"),
     "best_fit": dict(packing="best_fit"),
+    "lines": dict(log_interval=4, eval_first=True),
     "epochs": dict(),  # 160 sequences of a data set of 62
 }
 
@@ -91,6 +94,93 @@ def test_a_new_horizon(data, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "changed since the checkpoint: max_steps 10 -> 20" in told
     assert f"cosine over 20 steps: {at_10:.3g} of its peak here, where the old one had 0" in told
+
+
+def spike_at(monkeypatch, *steps):
+    """A gradient 30 times as long in these steps, judged after so few steps as a test can wait for."""
+    monkeypatch.setattr(spikes, "LEAST", 5)
+    runs.at(monkeypatch, lambda step: 30.0 if step + 1 in steps else None)
+
+
+@pytest.mark.parametrize("skip", [0, 8])
+def test_spikes(data, tmp_path, monkeypatch, capsys, skip):
+    """A finite spike is said, logged and counted; with --skip_spikes the step leaves weights and moments alone.  What
+    is usual is part of the checkpoint: stopped before and after, the run is the straight one."""
+    same = dict(max_steps=20, warmup_steps=3, save_interval=1, keep=20, skip_spikes=skip, log_interval=4)
+    with monkeypatch.context() as patch:
+        spike_at(patch, 12, 16)
+        straight = runs.run(data, tmp_path / "straight", **same)
+    assert [(line["step"], line["skipped"]) for line in runs.log(straight, key="spike")] == [
+        (12, bool(skip)), (16, bool(skip))]
+    assert [line["spikes"] for line in runs.log(straight, key="loss")] == [0, 0, 1, 2, 2]
+    assert capsys.readouterr().out.count("far above those of late; the step is skipped" if skip else "of late (") == 2
+    before, after = (load_file(straight / f"ckpt_step_00000{step}" / "model.safetensors") for step in (11, 12))
+    assert all(torch.equal(before[name], after[name]) for name in before) == bool(skip)
+    for init_from, max_steps in (("scratch", 9), ("resume", 12), ("resume", 14), ("resume", 20)):
+        with monkeypatch.context() as patch:
+            spike_at(patch, 12, 16)
+            real = train.schedule
+            patch.setattr(train, "schedule", lambda cfg, step, real=real, stop=max_steps: (
+                step + 1 == stop < 20 and os.kill(os.getpid(), signal.SIGTERM), real(cfg, step))[1])
+            runs.run(data, tmp_path / "parts", init_from=init_from, **same)
+        assert runs.progress(tmp_path / "parts")["step"] == max_steps
+    runs.assert_same_checkpoint(straight, tmp_path / "parts")
+    assert runs.log(straight) == runs.log(tmp_path / "parts")
+
+
+def test_from_a_chosen_checkpoint(data, tmp_path, capsys):
+    """resume:ckpt_step_N is the run itself from there, to the bit; what was later, and the log of it, stand aside and
+    are in nobody's way, whatever the new line becomes."""
+    same = dict(max_steps=10, save_interval=2, keep=9, eval_interval=3, log_interval=4, decay_fraction=0)
+    straight, out = (runs.run(data, tmp_path / name, **same) for name in ("straight", "run"))
+    runs.run(data, out, init_from="resume:ckpt_step_0000004", **same)
+    assert "goes back to ckpt_step_0000004, step 4: what is later moves to" in capsys.readouterr().out
+    runs.assert_same_checkpoint(straight, out)
+    runs.assert_same_checkpoint(straight, out, "ckpt_best")
+    assert runs.log(straight) == runs.log(out) == runs.log(out / "previous/1")
+    for name in ("ckpt_last", "ckpt_best", "ckpt_step_0000006", "ckpt_step_0000010"):
+        runs.assert_same_checkpoint(straight, out / "previous/1", name)
+
+    runs.run(data, out, init_from="resume:ckpt_step_0000006", **same | dict(max_steps=7, muon_lr=1e-4))
+    steps = {path.name: runs.progress(out, path.name)["step"] for path in out.glob("ckpt_*")}
+    assert steps.pop("ckpt_last") == 7 and max(steps.values()) <= 7
+    assert [line["step"] for line in runs.log(out)][-1] == 7 and len(runs.log(out / "previous/2")) == len(
+        runs.log(straight))
+    runs.run(data, out, init_from="resume", **same | dict(muon_lr=1e-4))  # and goes on as any other
+    assert runs.progress(out)["step"] == 10
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    with pytest.raises(FileNotFoundError, match="ckpt_step_0000005 not found.*\n.*There is: .*ckpt_step_0000004"):
+        runs.run(data, out, init_from="resume:ckpt_step_0000005", **same | dict(max_steps=12))
+    with pytest.raises(ValueError, match="seed 1337 -> 7"):
+        runs.run(data, out, init_from="resume:ckpt_step_0000004", **same | dict(seed=7))
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+
+
+def test_a_branch(data, tmp_path, monkeypatch):
+    """init_from=RUN/ckpt_step_N with keep_moments: its weights and moments at step 0 of a schedule of its own, data
+    from their start; without, the weights alone."""
+    run = runs.run(data, tmp_path / "run", max_steps=4, save_interval=2, keep=9)
+    source, batches = run / "ckpt_step_0000002", runs.spy_batches(monkeypatch)
+    start = torch.load(source / "optim.pt", weights_only=True)["optimizers"]
+    kept, load = [], train.load_optimizers
+
+    def loaded(path, model, optimizers, *args, **kwargs):
+        load(path, model, optimizers, *args, **kwargs)
+        kept.append({name: optimizer.state[p] for optimizer in optimizers for name, p in model.named_parameters()
+                     if p in optimizer.state})
+    monkeypatch.setattr(train, "load_optimizers", loaded)
+    for keep in (True, False):
+        branch = runs.run(data, tmp_path / f"branch{keep}", init_from=str(source), keep_moments=keep, max_steps=3)
+        assert [(line["step"], line["lr_scale"]) for line in runs.log(branch)][:2] == [(1, 0.5), (2, 1.0)]
+        assert runs.progress(branch)["seqs_seen"] == 3 * 8
+        steps = [entry["state"]["step"] for entry in torch.load(
+            branch / "ckpt_last/optim.pt", weights_only=True)["optimizers"].values() if "step" in entry["state"]]
+        assert steps and set(map(int, steps)) == {2 + 3 if keep else 3}
+    assert len(kept) == 1 and kept[0].keys() == start.keys()
+    runs.run(data, tmp_path / "first", max_steps=3)
+    assert batches[:12] == batches[12:24] == batches[24:36]
+    with pytest.raises(ValueError, match="is Muon's, the run uses AdamW"):
+        runs.run(data, tmp_path / "other", init_from=str(source), keep_moments=True, optimizer="adamw")
 
 
 def test_hyper_parameters_come_from_the_command_line(data, tmp_path, monkeypatch, capsys):
@@ -221,7 +311,7 @@ def wait_for(path, text, timeout=600):
     raise TimeoutError(f"{path} never said {text!r}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_saves_and_leaves(data, tmp_path, number):
     """The step is finished, saved and left with exit code 0; resuming ends where the straight run does."""
     configs = runs.settings(data, tmp_path / "run", max_steps=100)

@@ -25,12 +25,13 @@ ROOMS = {  # whose files each folder of stack/ may import besides its own and th
 }
 ALONE = {  # what each file that stands in stack/ itself may import
     "stack.config": set(), "stack.counts": set(), "stack.device": set(), "stack.optim": {"stack.counts"},
-    "stack.compiled": set(), "stack.quantize": set(),
+    "stack.compiled": set(), "stack.quantize": set(), "stack.spikes": set(),
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
     "stack.memory": {"stack.optim"},
     "stack.log": {"stack.config"},
     "stack.train_config": set(),
     "stack.resume": {"stack.config", "stack.optim", "stack.train_config"},
+    "stack.start": {"stack.config", "stack.parallel", "stack.train_config"},
     "stack.report": {"stack.config", "stack.counts", "stack.device", "stack.log", "stack.train_config"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py")

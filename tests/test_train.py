@@ -32,6 +32,7 @@ from stack.data.batches import Batches, TokenData
 from stack.data.shards import open_shard, read_meta, write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
 from stack.evaluation.held_out import evaluate
+from stack.log import draw
 from stack.resume import resume_command
 from stack.train_config import TrainConfig
 
@@ -364,12 +365,64 @@ def test_full_disk_while_saving(data, tmp_path, monkeypatch, capsys, fails):
     assert list((tmp_path / "run").glob("*.new")) == list((tmp_path / "run").glob("*.replaced")) == []
 
 
-def test_a_new_run_keeps_the_old_checkpoints(data, tmp_path):
-    """Training from scratch into a used folder moves what was there aside, best included."""
-    for seed in (1, 2):
+def test_a_new_run_keeps_the_old_ones(data, tmp_path, capsys):
+    """Training from scratch into a used folder moves all that was there aside, and says so before the first step; the
+    third run is as safe as the second."""
+    logs = []
+    for seed in (1, 2, 3):
         out = runs.run(data, tmp_path / "run", max_steps=2, eval_interval=1, seed=seed)
-    assert sorted(p.name for p in (out / "previous").iterdir()) == ["ckpt_best", "ckpt_last"]
-    assert [line["step"] for line in runs.log(out, key="loss")] == [1, 2]
+        said = capsys.readouterr().out
+        assert (f"moved to {out / 'previous' / str(seed - 1)}: ckpt_best, ckpt_last, config.json, log.jsonl" in
+                said.partition("step      1/2")[0]) == (seed > 1)
+        logs.append(runs.log(out))
+    assert sorted(p.name for p in (out / "previous").iterdir()) == ["1", "2"]
+    for folder, lines in zip((out / "previous/1", out / "previous/2", out), logs, strict=True):
+        assert runs.log(folder) == lines and runs.progress(folder)["step"] == 2
+        assert {"ckpt_best", "config.json", "loss.png", "report.html"} <= {p.name for p in folder.iterdir()}
+    finetuned = runs.run(data, out, init_from=str(out / "previous/1"), max_steps=1)  # a run folder like any other
+    assert runs.progress(finetuned)["step"] == 1
+
+
+def test_shorter_than_its_warm_up(data, tmp_path, capsys):
+    """--max_steps alone makes a short run: its warm-up is a tenth of it, said and saved; a longer one has its own."""
+    out = runs.run(data, tmp_path / "run", max_steps=20, warmup_steps=100, decay_fraction=0.4)
+    assert "warm-up takes 2 of the 20 steps, and not 100" in (said := capsys.readouterr().out)
+    assert "decay the last 8" in said and "warmup_steps=2*" in said
+    scales = [line["lr_scale"] for line in runs.log(out)]
+    assert scales[:3] == [0.5, 1.0, 1.0] and scales[-1] < 0.2
+    assert json.loads((out / "config.json").read_text())["warmup_steps"] == 2
+    runs.run(data, out, max_steps=100, warmup_steps=100, init_from="resume", save_interval=0)
+    assert "warm-up takes" not in capsys.readouterr().out and runs.log(out)[20]["lr_scale"] == pytest.approx(0.21)
+
+
+def test_the_loss_of_a_line(plain, data, tmp_path, monkeypatch):
+    """It is the mean over all tokens since the last line, of which a step with more of them has more."""
+    def mask(x, y):
+        return x, torch.where(y % 3 == 0, -100, y)
+    runs.spy_batches(monkeypatch, mask)
+    same = dict(max_steps=12, z_loss=0.0)
+    each = runs.log(runs.run(data, tmp_path / "each", **same))
+    lines = runs.log(runs.run(data, tmp_path / "lines", log_interval=5, **same))
+    tokens = [0] + [line["tokens"] for line in each]
+    nats = [line["loss"] * (b - a) for line, a, b in zip(each, tokens, tokens[1:], strict=False)]
+    assert [line["step"] for line in lines] == [5, 10, 12] and len(set(np.diff(tokens))) > 1
+    for line, first, last in zip(lines, (0, 5, 10), (5, 10, 12), strict=True):
+        assert line["loss"] == pytest.approx(sum(nats[first:last]) / (tokens[last] - tokens[first]), rel=1e-9)
+
+
+def test_the_loss_before_the_first_step(plain, data, tmp_path):
+    """--eval_first: the untrained model's, or that of the one to finetune, in log and curve; training is the same."""
+    same = dict(max_steps=5, dropout=0.1, decay_fraction=0)
+    out = runs.run(data, tmp_path / "run", eval_first=True, **same)
+    first, = runs.log(out, key="val_loss")
+    assert first["step"] == first["tokens"] == 0 and first["val_loss"] == pytest.approx(math.log(320), abs=0.2)
+    assert runs.log(out, key="loss") == runs.log(plain, key="loss")[:5]
+    tuned = runs.run(data, tmp_path / "tuned", eval_first=True, init_from=str(plain), max_steps=1, eval_interval=1)
+    held = runs.log(tuned, key="val_loss")
+    assert [line["step"] for line in held] == [0, 1]
+    assert held[0]["val_loss"] == pytest.approx(runs.log(plain, key="val_loss")[-1]["val_loss"], rel=1e-6)
+    drawn = draw([tuned]).axes[0].lines
+    assert [line.get_xdata().tolist() for line in drawn if line.get_label().endswith("held out")] == [[0, 1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,8 +442,11 @@ def test_wandb(data, tmp_path, monkeypatch):
     """A run tells wandb what it logs, and goes on in the same wandb run when resumed; a service that fails is left."""
     monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
     for init_from, max_steps in (("scratch", 2), ("resume", 3)):
-        out = runs.run(data, tmp_path / "run", max_steps=max_steps, init_from=init_from, wandb_project="p")
+        out = runs.run(data, tmp_path / "run", max_steps=max_steps, init_from=init_from, wandb_project="p",
+                       wandb_name="first try" if max_steps == 2 else None, wandb_group="tries")
         wandb.id = "another"
+    assert [(kwargs["name"], kwargs["group"]) for name, _, kwargs in wandb.calls if name == "init"] == [
+        ("first try", "tries"), ("run", "tries")]
     assert [kwargs["id"] for name, _, kwargs in wandb.calls if name == "init"] == [None, "abc123"]
     assert [kwargs["step"] for name, _, kwargs in wandb.calls if name == "log"] == [1, 2, 3]
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("log", "finish"))

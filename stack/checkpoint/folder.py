@@ -9,9 +9,11 @@
     out/run/ckpt_best/, out/run/ckpt_step_0001000/   the same; numbered ones are hard links and cost no writing
 
 Everything is written into ckpt_x.new and fsynced, state.json last.  Then ckpt_x becomes ckpt_x.replaced, ckpt_x.new
-becomes ckpt_x, and the replaced one is removed.  No portable call swaps two folders, so a kill can fall between the two
-renames; then both neighbours are complete.  Readers look at ckpt_x, ckpt_x.new and ckpt_x.replaced, in this order, and
-change nothing, since another process may be saving; the next save or the start of a run `recover`s what was cut off.
+becomes ckpt_x, and the replaced one goes to .removed, which is emptied; what cannot be deleted yet, since a network
+file system keeps what somebody reads, is in no save's way there and goes the next time.  No portable call swaps two
+folders, so a kill can fall between the two renames; then both neighbours are complete.  Readers look at ckpt_x,
+ckpt_x.new and ckpt_x.replaced, in this order, and change nothing, since another process may be saving; the next save or
+the start of a run `recover`s what was cut off.
 (A symlink could be swapped in one call, but would not survive copying a run to a file system without links.)
 """
 
@@ -34,6 +36,7 @@ from stack.data.tokenizer import Tokenizer
 FORMAT = 1
 TOKENIZER, STATE = "tokenizer.json", "state.json"
 BESIDE = ".new", ".replaced"  # what a save that was cut off leaves next to a checkpoint
+OF_A_RUN = "config.json", "log.jsonl", "loss.png", "report.html", "tensorboard"  # what else a run leaves in its folder
 MIB = 2**20
 
 
@@ -66,7 +69,7 @@ def writing(run_dir, name: str, tensors, *, tokenizer: Tokenizer, model_cfg: Mod
         if keep and name == "ckpt_last":
             _number(run_dir, run_dir / name, facts["progress"]["step"], keep)
     except (OSError, RuntimeError, SafetensorError) as error:  # the latter two wrap the system's in save and save_file
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         wrapped = re.search(r"os error (\d+)", str(error))
         number = getattr(error, "errno", None) or (int(wrapped[1]) if wrapped else None)
         reason = os.strerror(number) if number else str(error).partition("\n")[0]
@@ -82,27 +85,67 @@ def writing(run_dir, name: str, tensors, *, tokenizer: Tokenizer, model_cfg: Mod
 
 def recover(run_dir):
     """Finish or undo a save that was cut off and clear away its rest.  For the one process that writes the run."""
-    for folder in {p.with_suffix("") for p in Path(run_dir).glob("ckpt_*") if p.suffix in BESIDE}:
+    run_dir = Path(run_dir)
+    for folder in {p.with_suffix("") for p in run_dir.glob("ckpt_*") if p.suffix in BESIDE}:
         standing = _standing(folder)
         if standing not in (folder, None):
             os.rename(standing, folder)
             _fsync(folder.parent)
         for suffix in BESIDE:
-            shutil.rmtree(folder.with_suffix(suffix), ignore_errors=True)
+            _remove(folder.with_suffix(suffix))
+    shutil.rmtree(run_dir / ".removed", ignore_errors=True)
 
 
-def start_fresh(run_dir):
-    """Before a new run in an old run's folder: move its checkpoints to run_dir/previous, instead of those there.
+def start_fresh(run_dir) -> str:
+    """Before a new run in an old run's folder: move all that the old one left to run_dir/previous/1, 2, ..., a run
+    folder like any other.  Returns the sentence that says so, or "" where there was nothing.
 
     So the new run's best need not beat the old one's, and a run started by mistake has not destroyed another.
     """
     recover(run_dir)
-    old, previous = list(Path(run_dir).glob("ckpt_*")), Path(run_dir) / "previous"
-    if old:
-        shutil.rmtree(previous, ignore_errors=True)
-        previous.mkdir()
-    for folder in old:
-        os.rename(folder, previous / folder.name)
+    run_dir = Path(run_dir)
+    old, log = sorted(run_dir.glob("ckpt_*")), run_dir / "log.jsonl"
+    if not old and not (log.is_file() and log.stat().st_size):  # nothing was trained
+        return ""
+    old += [path for path in map(run_dir.joinpath, OF_A_RUN) if path.exists()]
+    previous = _next_previous(run_dir)
+    for path in old:
+        os.rename(path, previous / path.name)
+    return f"{run_dir} has a run in it, which is moved to {previous}: {', '.join(path.name for path in old)}"
+
+
+def go_back(run_dir, name: str) -> str:
+    """Make a run's checkpoint `name` its ckpt_last.  Later ones move to run_dir/previous/N, beside a copy of log and
+    settings as they were, so that the run's two lines do not mix.  Returns the sentence that says so, or ""."""
+    recover(run_dir)
+    run_dir = Path(run_dir)
+    step, later = _step(run_dir / name), []
+    if name != "ckpt_last":
+        later = [path for path in sorted(run_dir.glob("ckpt_*")) if _step(path) > step]
+        aside = _linked(run_dir / name, run_dir / "ckpt_last")
+    if later:
+        previous = _next_previous(run_dir)
+        for path in (run_dir / "config.json", run_dir / "log.jsonl"):
+            if path.exists():
+                shutil.copyfile(path, previous / path.name)
+        for path in later:
+            os.rename(path, previous / path.name)
+    if name != "ckpt_last":
+        _publish(aside, run_dir / "ckpt_last")
+    return later and (f"the run goes back to {name}, step {step}: what is later moves to {previous}, where a copy of "
+                      f"its log stays ({', '.join(path.name for path in later)})") or ""
+
+
+def _step(folder: Path) -> int:
+    """The step at which a checkpoint was saved."""
+    return _parse_state(folder)["progress"]["step"]
+
+
+def _next_previous(run_dir: Path) -> Path:
+    taken = [int(path.name) for path in run_dir.glob("previous/*") if path.name.isdecimal()]
+    folder = run_dir / "previous" / str(max(taken, default=0) + 1)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _seal(folder: Path, facts: dict):
@@ -124,13 +167,20 @@ def _publish(aside: Path, folder: Path):
         os.rename(folder, old)
     os.rename(aside, folder)
     _fsync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
-def _number(run_dir: Path, folder: Path, step: int, keep: int):
-    """Keep `folder` as ckpt_step_N too, and no more than the `keep` newest of these."""
-    numbered = run_dir / f"ckpt_step_{step:07d}"
-    aside = numbered.with_suffix(".new")
+def _remove(folder: Path):
+    """Take a folder away; what cannot be deleted now is left in .removed for `recover`, whatever the reason."""
+    with contextlib.suppress(OSError):
+        (folder.parent / ".removed").mkdir(exist_ok=True)
+        os.rename(folder, folder.parent / ".removed" / f"{folder.name}.{time.time_ns()}")
+    shutil.rmtree(folder.parent / ".removed", ignore_errors=True)
+
+
+def _linked(folder: Path, other: Path) -> Path:
+    """other.new, sealed, with the content of `folder`."""
+    aside = other.with_suffix(".new")
     aside.mkdir()
     for path in sorted(folder.iterdir(), key=lambda p: p.name == STATE):  # state.json last, as in _seal
         try:
@@ -138,9 +188,15 @@ def _number(run_dir: Path, folder: Path, step: int, keep: int):
         except OSError:  # a file system without hard links
             shutil.copyfile(path, aside / path.name)
             _fsync(aside / path.name)
-    _publish(aside, numbered)
+    return aside
+
+
+def _number(run_dir: Path, folder: Path, step: int, keep: int):
+    """Keep `folder` as ckpt_step_N too, and no more than the `keep` newest of these."""
+    numbered = run_dir / f"ckpt_step_{step:07d}"
+    _publish(_linked(folder, numbered), numbered)
     for old in _numbered(run_dir)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
 
 
 def _numbered(run_dir: Path) -> list[Path]:

@@ -5,13 +5,16 @@ divide the batch.  What decides something (stop, skip a step, best so far) is a 
 rank goes where another does not.  Tested with gloo on CPU; with nccl none of this has run.
 """
 
+import json
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass
@@ -49,6 +52,13 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier()
 
+    def agree(self, facts: dict):
+        """Raise ValueError on every rank where what one says by some name is not what the others say."""
+        if self.world_size > 1:
+            said = [None] * self.world_size
+            dist.all_gather_object(said, facts)
+            compare(said)
+
 
 def read_ranks(tp: int = 1) -> Ranks:
     """What torchrun put into the environment; RANK without an address to meet at (a cluster's leftover) is no group."""
@@ -66,8 +76,47 @@ def read_ranks(tp: int = 1) -> Ranks:
     return ranks
 
 
-def connect(ranks: Ranks, device: torch.device) -> torch.device:
-    """Join the process group (nccl on CUDA, gloo elsewhere) and lay out ranks.mesh; returns this rank's device."""
+def compare(said: list[dict]):
+    """ValueError with each name, and its values on which ranks, where the dicts of the ranks differ."""
+    differ = []
+    for name in dict.fromkeys(name for facts in said for name in facts):
+        where = {}
+        for rank, facts in enumerate(said):
+            where.setdefault(str(facts.get(name, "not there")), []).append(rank)
+        if len(where) > 1:
+            differ.append(f"{name}: " + "; ".join(
+                f"{value} on rank {', '.join(map(str, some[:8]))}{', ...' * (len(some) > 8)}"
+                for value, some in where.items()))
+    if differ:
+        more = f"\n  and {len(differ) - 8} more" if len(differ) > 8 else ""
+        raise ValueError("the ranks would not train the same:\n  " + "\n  ".join(differ[:8]) + more +
+                         "\n  Start all of them with the same command, code and data.")
+
+
+def meet(ranks: Ranks, facts: dict):
+    """The store at which all ranks meet, once each knows that the others say the same of themselves.
+
+    Before there is a group: ranks with other backends, devices or meshes would wait for each other in vain.
+    """
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
+    store.set(f"says/{ranks.rank}", json.dumps(facts))
+    said = [json.loads(store.get(f"says/{rank}")) for rank in range(ranks.world_size)]
+    store.add("heard", 1)
+    try:
+        compare(said)
+    except ValueError:
+        patience = time.monotonic() + 5 * (ranks.rank == 0)  # with which the store may end, for those who still listen
+        while time.monotonic() < patience and store.add("heard", 0) < ranks.world_size:
+            time.sleep(0.01)
+        raise
+    return store
+
+
+def connect(ranks: Ranks, device: torch.device, facts: dict) -> torch.device:
+    """Join the process group (nccl on CUDA, gloo elsewhere) and lay out ranks.mesh; returns this rank's device.
+
+    facts: what must be the same on all ranks, by name; ValueError on all of them where it is not.
+    """
     if device.type == "cuda" and device.index is not None and ranks.world_size > 1:
         raise ValueError(f"device is {device}, but each of the {ranks.world_size} ranks needs a GPU of its own. "
                          "Say --device=cuda.")
@@ -78,8 +127,8 @@ def connect(ranks: Ranks, device: torch.device) -> torch.device:
         device = device if device.index is not None else torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
     if ranks.world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                device_id=device if device.type == "cuda" else None)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=meet(ranks, facts), rank=ranks.rank,
+                                world_size=ranks.world_size, device_id=device if device.type == "cuda" else None)
         shape = (ranks.dp_size, ranks.tp) if ranks.tp > 1 else (ranks.dp_size,)  # neighbours are of one tp group
         ranks.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp")[:len(shape)])
     return device

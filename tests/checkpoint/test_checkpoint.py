@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from stack.checkpoint import folder as on_disk
 from stack.checkpoint import tensors
-from stack.checkpoint.folder import read_state, recover, start_fresh
+from stack.checkpoint.folder import go_back, read_state, recover, start_fresh
 from stack.checkpoint.tensors import load_model, load_optimizers, load_weights, save
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.optim import make_optimizers
@@ -342,8 +342,8 @@ def test_a_state_that_lacks_something_is_damaged(tiny, tmp_path, key):
 # --- interruption ---------------------------------------------------------------------------------------------------
 
 
-def expect(run_dir, steps):
-    """A reader gets one of `steps`, whole; after recovery nothing but whole checkpoints stands there."""
+def expect(run_dir, steps, *others):
+    """A reader gets one of `steps`, whole; after recovery nothing but whole checkpoints stands there, and `others`."""
     def read(name="ckpt_last"):
         model, _, state = load_model(Path(run_dir) / name)
         step = state["progress"]["step"]
@@ -352,7 +352,7 @@ def expect(run_dir, steps):
     step = read()
     recover(run_dir)
     assert read() == step
-    for name in os.listdir(run_dir):
+    for name in {*os.listdir(run_dir)} - {*others}:
         assert name == "ckpt_last" or name == f"ckpt_step_{read(name):07d}"
 
 
@@ -360,34 +360,48 @@ class Killed(BaseException):
     """Not an Exception: nothing after it runs, as after SIGKILL."""
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-def test_killed_before_any_call_that_touches_the_disk(tiny, tmp_path, monkeypatch, keep):
-    """Deterministic form of SIGKILL: stop before the 1st, 2nd, ... call of a save, until one gets through."""
-    model, calls, stop_at = tiny(), 0, None
+def count_calls(monkeypatch, *names, **more) -> dict:
+    """Count the calls of these functions of os, and of those by the name of their module; see killed_before."""
+    counter = {"calls": 0, "stop_at": None}
 
     def counted(owner, name):
         original = getattr(owner, name)
 
         def call(*args, **kw):
-            nonlocal calls
-            calls += 1
-            if calls == stop_at:
+            counter["calls"] += 1
+            if counter["calls"] == counter["stop_at"]:
                 raise Killed
             return original(*args, **kw)
         monkeypatch.setattr(owner, name, call)
-    for name in ("rename", "fsync", "replace", "mkdir", "unlink", "rmdir", "link"):
+    for name in names:
         counted(os, name)
-    counted(torch, "save")
+    for name, owner in more.items():
+        counted(owner, name)
+    return counter
+
+
+def killed_before(counter, n: int, act) -> bool:
+    """Whether act() was ended before the nth of the calls that are counted, or got through."""
+    counter |= {"calls": 0, "stop_at": n}
+    try:
+        act()
+    except Killed:
+        return True
+    finally:
+        counter["stop_at"] = None
+    return False
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_killed_before_any_call_that_touches_the_disk(tiny, tmp_path, monkeypatch, keep):
+    """Deterministic form of SIGKILL: stop before the 1st, 2nd, ... call of a save, until one gets through."""
+    model = tiny()
+    counter = count_calls(monkeypatch, "rename", "fsync", "replace", "mkdir", "unlink", "rmdir", "link", save=torch)
     for n in range(1, 99):
         write(tmp_path, fill(model, 1), step=1, keep=keep)
-        calls, stop_at = 0, n
-        try:
-            write(tmp_path, fill(model, 2), step=2, keep=keep)
+        if not killed_before(counter, n, lambda: write(tmp_path, fill(model, 2), step=2, keep=keep)):
             break
-        except Killed:
-            stop_at = None
-            expect(tmp_path, (1, 2))
-    stop_at = None
+        expect(tmp_path, (1, 2))
     assert 10 < n < 98
     expect(tmp_path, (2,))
 
@@ -598,17 +612,91 @@ def test_which_checkpoint_is_meant(tiny, tmp_path):
         read_state(tmp_path / "ckpt_bets")
 
 
-def test_a_new_run_in_an_old_folder_keeps_the_old_one_once(tiny, tmp_path):
-    start_fresh(tmp_path)  # nothing there yet
-    start_fresh(tmp_path / "absent")
+def test_a_new_run_in_an_old_folder_keeps_the_old_ones(tiny, tmp_path):
+    """Whatever a run left, checkpoints or only a log, is kept under a number of its own; what is no run's stays."""
+    assert start_fresh(tmp_path) == start_fresh(tmp_path / "absent") == ""  # nothing there yet
+    (tmp_path / "notes.txt").write_text("mine")
+    write(tmp_path / "previous", tiny(), step=77)  # as it was kept once, without a number
     write(tmp_path, tiny(), step=1)
     write(tmp_path, tiny(), step=1, name="ckpt_best")
-    start_fresh(tmp_path)
-    assert os.listdir(tmp_path) == ["previous"]
-    assert sorted(os.listdir(tmp_path / "previous")) == ["ckpt_best", "ckpt_last"]
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    assert start_fresh(tmp_path).endswith(f"moved to {tmp_path / 'previous/1'}: ckpt_best, ckpt_last, log.jsonl")
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "previous"]
     write(tmp_path, tiny(), step=2)
     start_fresh(tmp_path)
-    assert os.listdir(tmp_path / "previous") == ["ckpt_last"]
-    assert read_state(tmp_path / "previous")["progress"]["step"] == 2
-    start_fresh(tmp_path)  # a start that never saved costs nothing
-    assert read_state(tmp_path / "previous")["progress"]["step"] == 2
+    for name, step in (("1", 1), ("2", 2), (".", 77)):
+        assert read_state(tmp_path / "previous" / name)["progress"]["step"] == step
+    (tmp_path / "log.jsonl").touch()
+    assert start_fresh(tmp_path) == ""  # a start that never saved or logged costs nothing
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    assert start_fresh(tmp_path) and os.listdir(tmp_path / "previous/3") == ["log.jsonl"]
+
+
+def test_going_back_killed_anywhere(tiny, tmp_path, monkeypatch):
+    """Before any of its calls that touch the disk: the run stands at the chosen step or where it was, nothing is lost,
+    and the same command does what is left."""
+    model, counter = tiny(), count_calls(monkeypatch, "rename", "fsync", "mkdir", "unlink", "rmdir", "link")
+    for n in range(1, 99):
+        run_dir = tmp_path / str(n)
+        for step in (2, 4, 6):
+            write(run_dir, fill(model, step), step=step, keep=9)
+        through = not killed_before(counter, n, lambda run_dir=run_dir: go_back(run_dir, "ckpt_step_0000004"))
+        recover(run_dir)
+        assert read_state(run_dir)["progress"]["step"] in ((4,) if through else (4, 6))
+        go_back(run_dir, "ckpt_step_0000004")
+        assert sorted(p.name for p in run_dir.glob("ckpt_*")) == ["ckpt_last", "ckpt_step_0000002", "ckpt_step_0000004"]
+        kept = {(p.name, read_state(p)["progress"]["step"]) for p in run_dir.glob("previous/*/ckpt_*")}
+        assert kept == {("ckpt_last", 6), ("ckpt_step_0000006", 6)}
+        expect(run_dir, (4,), "previous")
+        if through:
+            break
+    assert 10 < n < 98
+
+
+def nfs(monkeypatch):
+    """A folder as a network file system has it: what a process has open is not deleted but renamed, and keeps its
+    folder from being removed.  Returns the list of open files."""
+    unlink, opened = os.unlink, set()
+
+    def silly(path, *, dir_fd=None):
+        stat = os.stat(path, dir_fd=dir_fd)
+        if (stat.st_dev, stat.st_ino) in opened:
+            os.rename(path, f".nfs{stat.st_ino}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(path, dir_fd=dir_fd)
+    monkeypatch.setattr(os, "unlink", silly)
+    return opened
+
+
+def test_saves_go_on_while_somebody_reads(tiny, tmp_path, monkeypatch):
+    """On a network file system, where the checkpoint that is replaced or pruned cannot be deleted: every save is whole
+    and in its place, and once nobody reads any more the rest is gone."""
+    opened, model = nfs(monkeypatch), tiny()
+    write(tmp_path, fill(model, 1), step=1, keep=2)
+    opened |= {((s := p.stat()).st_dev, s.st_ino) for p in tmp_path.rglob("*") if p.is_file()}
+    for step in range(2, 7):
+        write(tmp_path, fill(model, step), step=step, keep=2)
+        assert read_state(tmp_path)["progress"]["step"] == step
+        stat = (tmp_path / "ckpt_last/model.safetensors").stat()
+        opened.add((stat.st_dev, stat.st_ino))
+        assert sorted(p.name for p in tmp_path.glob("ckpt_*")) == ["ckpt_last"] + [
+            f"ckpt_step_{n:07d}" for n in (step - 1, step)]
+    assert list((tmp_path / ".removed").rglob(".nfs*"))
+    opened.clear()
+    recover(tmp_path)
+    assert ".removed" not in os.listdir(tmp_path)
+
+
+def test_pruning_that_fails_is_no_failed_save(tiny, tmp_path, monkeypatch):
+    """Whatever keeps an old numbered checkpoint from going away."""
+    rename = os.rename
+
+    def refuse(source, target):
+        if Path(source).name == "ckpt_step_0000001":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        rename(source, target)
+    monkeypatch.setattr(os, "rename", refuse)
+    for step in (1, 2, 3):
+        write(tmp_path, fill(tiny(), step), step=step, keep=1)
+    assert read_state(tmp_path)["progress"]["step"] == 3
+    assert sorted(os.listdir(tmp_path)) == ["ckpt_last", "ckpt_step_0000001", "ckpt_step_0000003"]

@@ -1,6 +1,8 @@
 """Two processes train the model that one does: the same losses, gradients, weights and evaluations; none goes alone."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from stack import optim
+from stack import optim, start
 from stack.checkpoint import tensors as checkpoint
 from stack.data.batches import TokenData, iterate_windows
 from stack.evaluation.held_out import evaluate
@@ -190,6 +192,61 @@ def test_uneven_tokens(data, tmp_path, monkeypatch):
             assert [line[key] for line in other] == pytest.approx([line[key] for line in one], rel=2e-5)
 
 
+def in_a_folder_of_its_own():
+    """In the process: the ranks' own folders, of two machines that share none."""
+    os.chdir(os.environ["RANK"])
+
+
+@pytest.mark.parametrize("what", ["settings", "data"])
+def test_ranks_that_would_train_something_else(data, tmp_path, monkeypatch, what):
+    """Other settings, or other data under the same name, are refused by all ranks, by name and with who has what;
+    nothing is trained, nobody is left waiting."""
+    configs, flags, prepare = runs.settings(data, tmp_path / "run", **SAME), [[], []], None
+    if what == "settings":
+        flags[1] = ["--adamw_lr=0.001", "--micro_batch_size=1", "--dp=fsdp"]
+        said = ["adamw_lr: 0.003 on rank 0; 0.001 on rank 1", "micro_batch_size: 2 on rank 0; 1 on rank 1",
+                "dp: ddp on rank 0; fsdp on rank 1"]
+    else:
+        meta = json.loads((data / "meta.json").read_text())
+        for rank in "01":
+            shutil.copytree(data, tmp_path / rank / "data")
+            meta["data_fingerprint"] = rank * 64
+            (tmp_path / rank / "data" / "meta.json").write_text(json.dumps(meta))
+        configs, prepare = runs.settings("data", tmp_path / "run", **SAME), in_a_folder_of_its_own
+        said = [f"data: {'0' * 12} on rank 0; {'1' * 12} on rank 1"]
+    monkeypatch.chdir(tmp_path)
+    assert runs.finish(*runs.start_ranks(2, configs, tmp_path / "output", prepare=prepare, of_rank=flags)) == [2, 2]
+    for rank in range(2):
+        output = (tmp_path / f"output.{rank}").read_text()
+        assert all(line in output for line in said) and "Traceback" not in output, output
+        assert output.count(" on rank 1") == len(said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_differ_are_named():
+    """Of many ranks: which have which value, and what only some have."""
+    facts = [{"lr": 1, "seed": 2}] * 20
+    group.compare(facts)
+    with pytest.raises(ValueError, match=r"lr: 1 on rank 0, 2, 3, 4, 5, 6, 7, 8, \.\.\.; 3 on rank 1\n.*\n.*new: not"):
+        group.compare([facts[0], {"lr": 3, "seed": 2}, *facts[2:19], {"lr": 1, "new": 5}])
+
+
+def test_the_code_that_trains(tmp_path, monkeypatch):
+    """A changed, a new or a missing file of what trains is a difference by its name."""
+    configs = runs.settings("data", "out")
+    before = start.what_trains(*configs)
+    assert {"model.py", "train.py", "stack/optim.py", "stack/cpu/kernels.cpp", "adamw_lr", "torch"} <= before.keys()
+    for name in ("model.py", "train.py"):
+        shutil.copy(runs.ROOT / name, tmp_path)
+    shutil.copytree(runs.ROOT / "stack", tmp_path / "stack")
+    monkeypatch.setattr(start, "ROOT", tmp_path)
+    assert start.what_trains(*configs) == before
+    (tmp_path / "stack/optim.py").open("a").write("\n")
+    (tmp_path / "stack/log.py").rename(tmp_path / "stack/logs.py")
+    after = start.what_trains(*configs)
+    assert {name for name, _ in before.items() ^ after.items()} == {"stack/optim.py", "stack/log.py", "stack/logs.py"}
+
+
 def ignore_some_targets():
     class Batches(train.Batches):
         def __next__(self):
@@ -269,11 +326,11 @@ def test_a_leftover_rank_is_harmless(data, tmp_path, monkeypatch):
 
 def test_batch_that_does_not_divide(data, tmp_path, monkeypatch):
     """Refused before any group is joined, with the numbers and the nearest that work: F03."""
-    monkeypatch.setattr(train, "read_ranks", lambda tp: Ranks(0, 0, 3))
-    found = train.check(*runs.settings(data, tmp_path))
+    monkeypatch.setattr(start, "read_ranks", lambda tp: Ranks(0, 0, 3))
+    found = start.check(*runs.settings(data, tmp_path))
     said = "batch_tokens ({}) must be a multiple of seq_len * micro_batch_size * ranks (32 * 2 * 3 = 192). "
     assert found == [said.format(256) + "Set it to 192 or 384."]
-    found = train.check(*runs.settings(data, tmp_path, batch_tokens=288))
+    found = start.check(*runs.settings(data, tmp_path, batch_tokens=288))
     assert found == [said.format(288) + "Set it to 192 or 384, or micro_batch_size to 1."]
 
 
@@ -281,16 +338,17 @@ def test_gpus(monkeypatch):
     """Each rank takes the GPU of its local rank, and says so where there is none; the GPU count divides nothing."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(group.dist, "init_process_group", lambda backend, device_id: joined.append(backend))
+    monkeypatch.setattr(group.dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(group, "meet", lambda ranks, facts: None)
     monkeypatch.setattr(group, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
     joined = []
-    assert connect(Ranks(9, 1, 16), torch.device("cuda")) == torch.device("cuda:1")
-    assert connect(Ranks(), torch.device("cuda:1")) == torch.device("cuda:1")
-    assert connect(Ranks(3, 3, 4), CPU) == CPU
+    assert connect(Ranks(9, 1, 16), torch.device("cuda"), {}) == torch.device("cuda:1")
+    assert connect(Ranks(), torch.device("cuda:1"), {}) == torch.device("cuda:1")
+    assert connect(Ranks(3, 3, 4), CPU, {}) == CPU
     assert joined == ["nccl", "gloo"]
-    connect(ranks := Ranks(3, 3, 8, tp=2), CPU)
+    connect(ranks := Ranks(3, 3, 8, tp=2), CPU, {})
     assert ranks.mesh == ((4, 2), ("dp", "tp")) and (ranks.dp_rank, ranks.dp_size) == (1, 4)
     with pytest.raises(ValueError, match="no GPU for local rank 2: PyTorch sees 2"):
-        connect(Ranks(2, 2, 4), torch.device("cuda"))
+        connect(Ranks(2, 2, 4), torch.device("cuda"), {})
     with pytest.raises(ValueError, match="each of the 2 ranks needs a GPU of its own"):
-        connect(Ranks(0, 0, 2), torch.device("cuda:0"))
+        connect(Ranks(0, 0, 2), torch.device("cuda:0"), {})

@@ -1,0 +1,64 @@
+"""How a run begins: what its settings must be together, and what must be the same on all of its ranks."""
+
+import hashlib
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from model import ModelConfig
+from stack.config import to_dict
+from stack.parallel.ranks import read_ranks
+from stack.train_config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
+    """Problems that span both dataclasses and the number of ranks."""
+    found, dp_size = [], read_ranks(cfg.tp).dp_size
+    if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        found.append("tensorboard is asked for, but the package is not installed. Install it (pip install tensorboard) "
+                     "or leave out --tensorboard.")
+    if (cfg.init_from == "scratch" or cfg.checkpoint) and cfg.seq_len > model_cfg.max_seq_len:  # else the source's
+        found.append(f"seq_len ({cfg.seq_len}) is more than max_seq_len ({model_cfg.max_seq_len}). "
+                     "Lower the first or raise the second.")
+    row = cfg.seq_len * dp_size
+    unit = row * cfg.micro_batch_size
+    if cfg.batch_tokens % unit:
+        below, above = cfg.batch_tokens // unit * unit, -(-cfg.batch_tokens // unit) * unit
+        micro = next((n for n in range(cfg.micro_batch_size, 0, -1) if cfg.batch_tokens % (row * n) == 0), None)
+        found.append(f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
+                     f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size} = {unit}). Set it to "
+                     f"{' or '.join(str(n) for n in (below, above) if n)}"
+                     f"{f', or micro_batch_size to {micro}' if micro else ''}.")
+    return found
+
+
+def shortened(cfg: TrainConfig, say) -> TrainConfig:
+    """The settings of a run that may be shorter than its warm-up was meant for: then that is a tenth of it.  The decay
+    is a share of the run anyway."""
+    if cfg.warmup_steps <= cfg.max_steps:
+        return cfg
+    fits = max(cfg.max_steps // 10, 1)
+    decay = round(cfg.max_steps * cfg.decay_fraction)
+    say(f"warm-up takes {fits} of the {cfg.max_steps} steps, and not {cfg.warmup_steps}, which are more than the run "
+        f"has{f'; decay the last {decay}' if cfg.schedule == 'wsd' else ''}. Set --warmup_steps to choose.")
+    return replace(cfg, warmup_steps=fits)
+
+
+def what_trains(*configs) -> dict:
+    """Settings, code and version of torch, by name: what all ranks must have the same before they can talk."""
+    files = [ROOT / "model.py", ROOT / "train.py", *sorted((ROOT / "stack").rglob("*.py")),
+             *sorted((ROOT / "stack").rglob("*.cpp"))]
+    return to_dict(configs) | {"torch": torch.__version__} | {
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
+
+
+def what_it_starts_from(model, data, dtype, saved: dict | None, step: int) -> dict:
+    """Data, checkpoint and shapes, by name: what all ranks must have found the same.  saved: the state of a checkpoint
+    or what stands for it."""
+    return {"data": data.data_fingerprint[:12], "dtype": str(dtype).removeprefix("torch."), "step": step,
+            "checkpoint": ((saved or {}).get("checksum") or "")[:12],
+            **{name: f"shape {tuple(p.shape)}" for name, p in model.named_parameters()}}
