@@ -97,9 +97,9 @@ def test_a_new_horizon(data, tmp_path, capsys):
 
 
 def spike_at(monkeypatch, *steps):
-    """A gradient 30 times as long in these steps, judged after so few steps as a test can wait for."""
+    """A gradient 30, then 900 times as long in these steps, judged after so few steps as a test can wait for."""
     monkeypatch.setattr(spikes, "LEAST", 5)
-    runs.at(monkeypatch, lambda step: 30.0 if step + 1 in steps else None)
+    runs.at(monkeypatch, lambda step: 30.0 ** (1 + steps.index(step + 1)) if step + 1 in steps else None)
 
 
 @pytest.mark.parametrize("skip", [0, 8])

@@ -647,7 +647,7 @@ def test_going_back_killed_anywhere(tiny, tmp_path, monkeypatch):
         assert sorted(p.name for p in run_dir.glob("ckpt_*")) == ["ckpt_last", "ckpt_step_0000002", "ckpt_step_0000004"]
         kept = {(p.name, read_state(p)["progress"]["step"]) for p in run_dir.glob("previous/*/ckpt_*")}
         assert kept == {("ckpt_last", 6), ("ckpt_step_0000006", 6)}
-        expect(run_dir, (4,), "previous")
+        expect(run_dir, (2, 4), "previous")
         if through:
             break
     assert 10 < n < 98
