@@ -124,7 +124,7 @@ def import_matplotlib():
     files from a slow disk, nor for the list of fonts that is made on a machine's first time."""
     with contextlib.suppress(Exception):  # told where it is used
         import matplotlib.backends.backend_agg
-        import matplotlib.backends.backend_svg
+        import matplotlib.backends.backend_svg  # noqa: F401
         import PIL.Image
         PIL.Image.preinit()  # imports the formats, else at the first picture
 
