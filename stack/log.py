@@ -7,7 +7,6 @@ never the run (wandb has stopped runs elsewhere by raising from `log`).
 import contextlib
 import json
 import math
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -30,8 +29,6 @@ class RunLog:
         self.sinks, self.failed, self.began = {}, set(), time.monotonic()
         if not enabled:
             return
-        self.imports = threading.Thread(target=import_matplotlib, daemon=True)
-        self.imports.start()
         kept = []
         path = self.out_dir / "log.jsonl"
         with self.forgive("log.jsonl"):
@@ -117,16 +114,6 @@ def read_log(path) -> list[dict]:
 def printable(text: str) -> str:
     """A model's text with U+FFFD for what a console would obey and a page cannot hold."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def import_matplotlib():
-    """While the first step compiles, so that the end of a run, which a signal may have asked for, does not wait for
-    files from a slow disk, nor for the list of fonts that is made on a machine's first time."""
-    with contextlib.suppress(Exception):  # told where it is used
-        import matplotlib.backends.backend_agg
-        import matplotlib.backends.backend_svg  # noqa: F401
-        import PIL.Image
-        PIL.Image.preinit()  # imports the formats, else at the first picture
 
 
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs"}  # key of the log -> what it counts

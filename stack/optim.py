@@ -175,28 +175,21 @@ def fastest_matmul_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if multiplied else torch.float32
 
 
-def lr_scale(step: int, *, schedule: str = "wsd", warmup_steps: int, max_steps: int, decay_fraction: float = 0.1,
-             min_lr_fraction: float = 0.0) -> float:
-    """Multiplier of every group's peak for the update made at `step` (0 is the first).
+def schedule(cfg, step: int) -> float:
+    """Multiplier of every group's peak for the update made at `step` (0 is the first), by a TrainConfig's settings.
 
     Up linearly over warmup_steps, the first update already above 0; then "wsd" stays flat and falls over the last
     decay_fraction of the run like 1 - sqrt(progress) (arXiv 2405.18392), "cosine" falls from the warm-up on.  From
     max_steps on exactly min_lr_fraction (or 1 where decay_fraction is 0).  Where warm-up and decay overlap the smaller
     of the two counts: it rises, then falls.
     """
-    if schedule not in ("wsd", "cosine"):
-        raise ValueError(f"schedule is {schedule!r}; it must be 'wsd' or 'cosine'.")
-    warmup_steps = min(warmup_steps, max_steps)
+    if cfg.schedule not in ("wsd", "cosine"):
+        raise ValueError(f"schedule is {cfg.schedule!r}; it must be 'wsd' or 'cosine'.")
+    warmup_steps = min(cfg.warmup_steps, cfg.max_steps)
     warm = min((step + 1) / warmup_steps, 1.0) if warmup_steps else 1.0
-    start = warmup_steps if schedule == "cosine" else max_steps * (1 - decay_fraction)
-    if step < start or schedule == "wsd" and decay_fraction == 0:
+    start = warmup_steps if cfg.schedule == "cosine" else cfg.max_steps * (1 - cfg.decay_fraction)
+    if step < start or cfg.schedule == "wsd" and cfg.decay_fraction == 0:
         return warm
-    progress = min((step - start) / (max_steps - start), 1.0) if max_steps > start else 1.0
-    shape = 1 - math.sqrt(progress) if schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
-    return min(warm, min_lr_fraction + (1 - min_lr_fraction) * shape)
-
-
-def schedule(cfg, step: int) -> float:
-    """lr_scale with a TrainConfig's settings."""
-    return lr_scale(step, schedule=cfg.schedule, warmup_steps=cfg.warmup_steps, max_steps=cfg.max_steps,
-                    decay_fraction=cfg.decay_fraction, min_lr_fraction=cfg.min_lr_fraction)
+    progress = min((step - start) / (cfg.max_steps - start), 1.0) if cfg.max_steps > start else 1.0
+    shape = 1 - math.sqrt(progress) if cfg.schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
+    return min(warm, cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * shape)

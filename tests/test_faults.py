@@ -7,7 +7,6 @@ import random
 import re
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -329,37 +328,6 @@ def test_a_signal_saves_and_leaves(data, tmp_path, number):
         runs.run(data, tmp_path / "run", init_from="resume", **same)
         runs.run(data, tmp_path / "straight", **same)
         assert runs.log(tmp_path / "run", key="loss") == runs.log(tmp_path / "straight", key="loss")
-
-
-def tell_late_imports():
-    """In the process: on stdout, at the end, which modules were imported after the last save was on disk."""
-    slow_steps()
-    logs, finish, close, before = [], train.Saves.finish, train.RunLog.close, set()
-
-    def finished(saves, *args, **kwargs):
-        finish(saves, *args, **kwargs)
-        logs[0].imports.join()  # which has had the time of two steps, on a machine that is not too busy
-        before.update(sys.modules)
-
-    def closed(log):
-        close(log)
-        print("imported late:", *sorted({*sys.modules} - before), flush=True)
-    train.Saves.finish, train.RunLog.close = finished, closed
-    train.RunLog.__init__ = (lambda make: lambda log, *args, **kwargs: logs.append(log) or make(log, *args, **kwargs))(
-        train.RunLog.__init__)
-
-
-def test_nothing_slow_after_the_last_save(data, tmp_path):
-    """Once it is on disk a person, or a cluster that is about to kill, waits for nothing that could have been got ready
-    before: what draws the curves was imported as training began."""
-    process = runs.start(runs.settings(data, tmp_path / "run", max_steps=100), tmp_path / "output",
-                         prepare=tell_late_imports)
-    wait_for(tmp_path / "output", "at 2")
-    os.kill(process.pid, signal.SIGTERM)
-    assert runs.finish(process) == [0]
-    said = (tmp_path / "output").read_text().splitlines()[-1].split()
-    assert said[:2] == ["imported", "late:"] and not [name for name in said if name.startswith(("matplotlib", "PIL"))]
-    assert {"loss.png", "report.html"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
 def test_a_second_signal_leaves_at_once(data, tmp_path):

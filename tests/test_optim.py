@@ -2,12 +2,14 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from stack import optim
-from stack.optim import Muon, lr_scale, make_optimizers
+from stack.optim import Muon, make_optimizers, schedule
+from stack.train_config import TrainConfig
 
 SHAPES = [(48, 32), (32, 48), (32, 32), (48, 32), (16, 32), (32, 32), (32, 48)]  # tall, wide, square; repeated
 
@@ -175,11 +177,12 @@ EDGES = [(warmup, horizon, fraction, floor) for horizon in (1, 2, 10, 100) for w
          for fraction in (0.1, 0.4, 1.0) for floor in (0.0, 0.1, 1.0)]
 
 
-@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
-def test_schedule_rises_then_falls_and_ends_at_the_floor(schedule):
+@pytest.mark.parametrize("name", ["wsd", "cosine"])
+def test_schedule_rises_then_falls_and_ends_at_the_floor(name):
     for warmup, horizon, fraction, floor in EDGES:
-        values = [lr_scale(step, schedule=schedule, warmup_steps=warmup, max_steps=horizon, decay_fraction=fraction,
-                           min_lr_fraction=floor) for step in range(2 * horizon + 2)]
+        cfg = TrainConfig(schedule=name, warmup_steps=warmup, max_steps=horizon, decay_fraction=fraction,
+                          min_lr_fraction=floor)
+        values = [schedule(cfg, step) for step in range(2 * horizon + 2)]
         assert 0 < values[0] <= 1 and max(values) <= 1
         run = values[:horizon]
         peak = run.index(max(run))
@@ -190,17 +193,17 @@ def test_schedule_rises_then_falls_and_ends_at_the_floor(schedule):
 
 
 def test_schedule_corners():
-    wsd = dict(schedule="wsd", warmup_steps=10, max_steps=1000, decay_fraction=0.2, min_lr_fraction=0.1)
-    assert [lr_scale(s, **wsd) for s in (0, 4, 9, 10, 799, 800)] == [0.1, 0.5, 1.0, 1.0, 1.0, 1.0]
-    assert lr_scale(850, **wsd) == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(50 / 200)))
-    cosine = {**wsd, "schedule": "cosine"}
-    assert [lr_scale(s, **cosine) for s in (0, 9, 10)] == [0.1, 1.0, 1.0]
-    assert lr_scale(505, **cosine) == pytest.approx(0.55)
-    flat = {**wsd, "decay_fraction": 0.0}
-    assert [lr_scale(s, **flat) for s in (500, 999, 1000, 5000)] == [1.0] * 4
+    wsd = TrainConfig(schedule="wsd", warmup_steps=10, max_steps=1000, decay_fraction=0.2, min_lr_fraction=0.1)
+    assert [schedule(wsd, s) for s in (0, 4, 9, 10, 799, 800)] == [0.1, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert schedule(wsd, 850) == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(50 / 200)))
+    cosine = replace(wsd, schedule="cosine")
+    assert [schedule(cosine, s) for s in (0, 9, 10)] == [0.1, 1.0, 1.0]
+    assert schedule(cosine, 505) == pytest.approx(0.55)
+    flat = replace(wsd, decay_fraction=0.0)
+    assert [schedule(flat, s) for s in (500, 999, 1000, 5000)] == [1.0] * 4
     for edge in (cosine, wsd):  # continuous: no jump is larger than the schedule's steepest step
-        values = [lr_scale(s, **edge) for s in range(1001)]
+        values = [schedule(edge, s) for s in range(1001)]
         steps = [abs(a - b) for a, b in zip(values, values[1:], strict=False)]
         assert max(steps) < 0.1001
     with pytest.raises(ValueError, match="cosine"):
-        lr_scale(0, schedule="linear", warmup_steps=1, max_steps=2)
+        schedule(TrainConfig(schedule="linear"), 0)
