@@ -142,7 +142,7 @@ def gather(run, out):
 
 
 @contextlib.contextmanager
-def written_aside(path: Path):
+def made_whole(path: Path):
     """Where to write what becomes `path` when all of it is there, and is removed otherwise."""
     aside = path.with_name(path.name + ".new")
     if aside.exists():  # someone's own, or left by a kill: neither may go into the result, nor be removed
@@ -160,7 +160,7 @@ def written_aside(path: Path):
 def export(run, out: Path, licence: str):
     """A Hugging Face folder with a model card."""
     model, tokenizer, state = checkpoint.load_model(run)
-    with written_aside(out) as aside:
+    with made_whole(out) as aside:
         hf.save_folder(model, tokenizer, aside)
         card = model_card(model, tokenizer, state, Path(run), out.resolve().name, licence)
         (aside / "README.md").write_text(card, encoding="utf-8")
@@ -172,7 +172,7 @@ def export(run, out: Path, licence: str):
 def write_gguf(run, path: Path, kind: str):
     """One file with weights and tokenizer for llama.cpp; kind: f32, f16, bf16 or q8_0."""
     model, tokenizer, _ = checkpoint.load_model(run)
-    with written_aside(path) as aside:
+    with made_whole(path) as aside:
         arch = gguf.write(aside, model, tokenizer, kind, run)
     print(f"{path}: {arch}, {kind}, {path.stat().st_size / 2**20:.1f} MiB"
           + ("; llama.cpp normalizes nothing, so give it text in NFC" if tokenizer.nfc else ""))

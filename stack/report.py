@@ -92,7 +92,8 @@ def _result(log) -> list[tuple]:
         rows.append(("lowest held-out loss", f"{best['val_loss']:.4f}, step {best['step']:,}"))
     if train:
         rows += [("training loss", f"{train[-1]['loss']:.4f}"), ("tokens seen", f"{train[-1]['tokens']:,}"),
-                 ("FLOPs", f"{train[-1]['flops']:.3g}")]
+                 ("FLOPs", f"{train[-1]['flops']:.3g}"),
+                 *([("spikes of the gradient", f"{n:,}")] if (n := train[-1].get("spikes")) else [])]
     return rows + [("time taken", datetime.timedelta(seconds=round(log[-1]["seconds"])))] if log else rows
 
 

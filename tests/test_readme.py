@@ -134,6 +134,27 @@ def test_settings_exist(argv):
     load((ModelConfig, TrainConfig), [arg for arg in settings if arg != "--help" and not arg.startswith("out/")])
 
 
+def test_in_any_order():
+    """No two printed commands want the same folder for different things, nor one that prepare.py would choose for the
+    sources of another: whoever types them in another order gets the same."""
+    made = {}
+    for _, *argv in printed():
+        if argv[0] == "prepare.py":
+            sources = [arg for arg, before in zip(argv[1:], argv, strict=False) if "--" not in arg + before]
+            out, chosen = argv[argv.index("--out") + 1], f"data/{Path(sources[0]).stem}"
+            made.setdefault(out, set()).add(shlex.join(argv))
+            if chosen != out:  # by the same line without --out
+                made.setdefault(chosen, set()).add(sources[0])
+    assert len(made) > 3 and not {out: how for out, how in made.items() if len(how) > 1}
+    tokenizers = {}
+    for _, *argv in printed():
+        settings = dict(arg[2:].split("=", 1) for arg in argv if arg.startswith("--") and "=" in arg)
+        if "init_from" in settings and settings["init_from"] != "resume":
+            tokenizers[settings.get("data_dir")] = settings["init_from"]
+    for data_dir, init_from in tokenizers.items():
+        assert f"--tokenizer {init_from} " in "".join(made.get(data_dir, {f"--tokenizer {init_from} "}))
+
+
 def flags() -> dict[tuple, set[str]]:
     """{("-m", "bench", "step"): {"--rows"}, ...}: what is printed with the commands that take no settings."""
     found = {}
