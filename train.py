@@ -19,6 +19,7 @@ together.
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import shlex
@@ -180,7 +181,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, rank=ranks.dp_rank,
                       world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
     at_exit.callback(batches.close)
-    counts, flops = num_params(model_cfg), flops_per_token(model_cfg, cfg.seq_len)["causal"]
+    counts = num_params(model_cfg)
+    flops = flops_per_token(model_cfg, cfg.seq_len, train_data.mean_doc_len if cfg.doc_mask else None)
+    flops = flops.get("doc_masked", flops["causal"])
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype)
     say(describe((model_cfg, cfg)))
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
@@ -200,6 +203,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                disable=None if main else True)  # None: only on a terminal
     at_exit.callback(bar.close)
     first_step = state["step"]
+    gc.collect()
+    gc.freeze()  # what is there stays: no collection in the loop looks through it, which would hold up all ranks
+    at_exit.callback(gc.unfreeze)
     # since the last log line: seconds of steps, steps, tokens, seconds without data
     clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
     while True:
@@ -266,7 +272,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         correction = cfg.batch_tokens / totals[1].clamp(min=1)  # 1 unless targets were ignored
         grads = [p.grad for p in params if p.grad is not None]
         norm = total_norm(grads) * correction  # before clipping; the same on every rank
-        grad_norm = norm.item()
+        nats, n_valid, grad_norm = torch.stack((*totals, norm)).tolist()  # the one wait for the device in a step
+        finite = math.isfinite(nats + grad_norm)  # for all ranks alike: an inf spreads to all
         spike = spikes.is_spike(state["norms"], grad_norm, cfg.skip_spikes or spikes.USUAL)
         skip = bool(cfg.skip_spikes) and ranks.any(spike, device)
         if spike:
@@ -274,27 +281,27 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             log.write(step=step + 1, spike=grad_norm, skipped=skip)
             say(f"step {step}: the gradient's norm, {grad_norm:.3g}, is far above those of late"
                 f"{'; the step is skipped' if skip else ''} (spike {state['spikes']})")
-        if math.isfinite(grad_norm) and not skip:
+        if finite and not skip:
             clip = (cfg.grad_clip / (norm + 1e-6)).clamp(max=1) if cfg.grad_clip else 1.0
             torch._foreach_mul_([local(grad) for grad in grads], correction * clip)
             for optimizer in optimizers:
                 scaler.step(optimizer)
-        # decided by all ranks alike: the inf has spread to all
-        state["bad_steps"] = 0 if math.isfinite(grad_norm) else state["bad_steps"] + 1
-        if state["bad_steps"]:
-            say(f"step {step}: the gradient is not finite; the step is skipped ({state['bad_steps']} in a row)")
+        state["bad_steps"] = 0 if finite else state["bad_steps"] + 1
+        if not finite:
+            what = "loss" if math.isfinite(grad_norm) else "gradient"
+            say(f"step {step}: the {what} is not finite; the step is skipped ({state['bad_steps']} in a row)")
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         del grads  # else they are held until the next step's are there
-        nats, n_valid = totals[0].item(), int(totals[1])
+        n_valid = int(n_valid)
         state |= {"step": step + 1, "seqs_seen": state["seqs_seen"] + batch_seqs, "tokens": state["tokens"] + n_valid}
         if math.isfinite(nats):
             state["unlogged"] = [state["unlogged"][0] + nats, state["unlogged"][1] + n_valid]
         if state["bad_steps"] >= cfg.max_bad_steps:
             good = "No checkpoint was saved before." if saves.step is None else (
                 f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saves.step}).")
-            raise RunFailed(f"{state['bad_steps']} steps in a row had a gradient that is not finite.\n  {good} Resume "
+            raise RunFailed(f"{state['bad_steps']} steps in a row had a {what} that is not finite.\n  {good} Resume "
                             "with lower learning rates or --dtype=float32.")
         clock, clock_steps = clock + time.perf_counter() - started, clock_steps + 1
         clock_tokens += n_valid

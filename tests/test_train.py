@@ -86,7 +86,8 @@ def test_the_checkpoint_has_the_logged_loss(plain, data):
     assert got["tokens"] == last["val_tokens"] == 1024
     trained = runs.log(plain, key="loss")[-1]
     assert last["tokens"] == trained["tokens"] == 12 * 256  # seen in training, where the curves' points lie
-    assert last["flops"] == trained["flops"] == 12 * 256 * flops_per_token(model.cfg, 32)["causal"]
+    assert last["flops"] == trained["flops"] == 12 * 256 * flops_per_token(
+        model.cfg, 32, TokenData(data, "train", seq_len=32).mean_doc_len)["doc_masked"]
 
 
 def test_same_seed_same_run(plain, data, tmp_path):
@@ -285,7 +286,7 @@ def test_best(data, tmp_path, monkeypatch):
 def test_best_found_after_the_last_save(data, tmp_path, monkeypatch):
     """A run that died between an evaluation and the next save does not forget the best it had found."""
     monkeypatch.setattr(train, "evaluate", scripted([3.0, 2.0]))
-    monkeypatch.setattr(train.RunLog, "close", lambda log: None)
+    monkeypatch.setattr(train.RunLog, "close", lambda log, **options: None)
 
     def die(step):
         if step == 5:
@@ -316,6 +317,21 @@ def test_a_bad_gradient_is_skipped(data, tmp_path, monkeypatch, optimizer):
     monkeypatch.undo()
     runs.run(data, out, max_steps=6, init_from="resume", optimizer=optimizer)
     assert runs.progress(out)["bad_steps"] == 0 and runs.log(out)[-1]["grad_norm"] > 0
+
+
+def test_a_bad_loss_is_skipped(data, tmp_path, monkeypatch, capsys):
+    """A loss that is NaN with a gradient that is finite, as of a target outside the vocabulary on a GPU: no step."""
+    forward, calls = GPT.forward, []
+
+    def damaged(self, ids, targets=None, **options):
+        calls.append(self.training and targets is not None)
+        return forward(self, ids, targets, **options) + (math.nan if sum(calls) == 4 and calls[-1] else 0.0)
+    monkeypatch.setattr(GPT, "forward", damaged)
+    out = runs.run(data, tmp_path / "run", max_steps=4, eval_interval=0, save_interval=1, keep=9, micro_batch_size=8)
+    first, bad, last = (load_file(out / f"ckpt_step_000000{step}/model.safetensors")["embed.weight"]
+                        for step in (2, 3, 4))
+    assert runs.progress(out, "ckpt_last")["bad_steps"] == 1 and torch.equal(bad, last) and not torch.equal(first, bad)
+    assert "the loss is not finite" in capsys.readouterr().out
 
 
 def test_giving_up(data, tmp_path, monkeypatch, capsys):
@@ -429,12 +445,17 @@ def test_the_loss_before_the_first_step(plain, data, tmp_path):
 # Settings
 
 
-def test_mfu(data, tmp_path):
-    """Where the peak is known or given: FLOPs of a token, attention included, times tokens a second, over the peak."""
-    out = runs.run(data, tmp_path / "run", max_steps=2, peak_tflops=0.5)
-    flops = flops_per_token(runs.settings(data, out)[0], 32)["causal"]
+@pytest.mark.parametrize("doc_mask", [True, False])
+def test_mfu(data, tmp_path, doc_mask):
+    """Where the peak is known or given: FLOPs of a token, attention included as far as documents let it see, times
+    tokens a second, over the peak."""
+    out = runs.run(data, tmp_path / "run", max_steps=2, peak_tflops=0.5, doc_mask=doc_mask)
+    meta = json.loads((data / "meta.json").read_text())["splits"]["train"]
+    flops = flops_per_token(runs.settings(data, out)[0], 32, meta["tokens"] / meta["documents"])
+    assert flops["doc_masked"] < flops["causal"]
     for line in runs.log(out, timings=True):
-        assert line["mfu"] == pytest.approx(flops * line["tok_per_s"] / 0.5e12, rel=1e-3)
+        per_token = flops["doc_masked" if doc_mask else "causal"]
+        assert line["mfu"] == pytest.approx(per_token * line["tok_per_s"] / 0.5e12, rel=1e-3)
         assert line["tok_per_s"] == pytest.approx(256e3 / line["step_ms"], rel=1e-3)
 
 
