@@ -194,9 +194,6 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             f"document, {train_data.empty_share:.2%} of slots are empty")
     for line in describe_groups(optimizers, model):
         say(line)
-    x, y, docs = batches.peek()  # compiled training has faster twins of parts of model.py
-    for line in twins.check(model, x, y, docs if cfg.doc_mask else None, dtype=dtype, z_loss=cfg.z_loss):
-        say(line)
 
     # 8. loop --------------------------------------------------------------------------------------------------------
     bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
@@ -213,6 +210,11 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         last, leaving = step == cfg.max_steps, ranks.any(stop.asked, device)
         standing = dict(progress=state, data=train_data.data_fingerprint)  # what a checkpoint says of the run
         seen = dict(step=step, tokens=state["tokens"], flops=state["tokens"] * flops)
+        if step == first_step or due(step, cfg.eval_interval):  # of parts of model.py, compiled, there are twins
+            x, y, docs = batches.peek()
+            for line in twins.check(model, x, y, docs if cfg.doc_mask else None, dtype=dtype, z_loss=cfg.z_loss,
+                                    again=step > first_step):
+                say(line)
         # save before evaluating: a failure there must not cost the weights.  Not amid bad steps: they may be to blame
         if step != saves.step and (last or leaving or due(step, cfg.save_interval) and not state["bad_steps"]):
             saves.save("ckpt_last", standing, final=last or leaving)

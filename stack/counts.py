@@ -6,6 +6,7 @@ whose wo reads heads * head_dim values.  Where it carries an int `window` > 0, a
 them, else all before it: a layer that looks back less far sets this attribute, and FLOPs, MFU and account.py follow.
 """
 
+import contextlib
 import re
 from unittest import mock
 
@@ -22,9 +23,23 @@ def build(cfg: ModelConfig | GPT) -> GPT:
     """The model of a config, without memory or values; one that is built already is returned as it is."""
     if isinstance(cfg, GPT):
         return cfg
-    # on meta are no values to draw, and there normal_ would import the compiler, two seconds
-    with torch.device("meta"), mock.patch.object(torch.Tensor, "normal_", lambda tensor, *_, **__: tensor):
-        return GPT(cfg)
+    with undrawn():
+        try:
+            with torch.device("meta"):
+                return GPT(cfg)
+        except (RuntimeError, NotImplementedError):  # a constructor that looks at values
+            return GPT(cfg).to("meta")
+
+
+@contextlib.contextmanager
+def undrawn():
+    """A model made in here is as its constructors make it, but for random weights: those are what lay in memory, for
+    whoever fills them at once.  No random number is missing afterwards."""
+    def as_it_is(tensor, *_, **__):  # on meta normal_ would also import the compiler, two seconds
+        return tensor
+    with (torch.random.fork_rng(devices=[]), mock.patch.object(torch.Tensor, "normal_", as_it_is),
+          mock.patch.object(torch.Tensor, "uniform_", as_it_is)):
+        yield
 
 
 def tables(model: GPT) -> set:

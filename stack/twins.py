@@ -32,6 +32,7 @@ from stack.device import autocast
 BOUND = 5e-3  # of a difference, as its share of the norm: what 1 % changes is seen; TF32 makes 0.001
 NEAR, FAR = 128, 8192  # tokens of the first batch for which all is compared; at most for which attention's values are
 SCORES = 1 << 27  # of all heads of some layers that model.py computes for that; of the other layers' it is one head's
+LARGE = 32  # times the size at the start, of scores and logits: where a cap would bite
 EXACT = 1e-3  # of a decoding step's difference, in fp32
 CHANGED = {  # by what is compared, what to look at where it differs
     "attention": "Attention.attend or GPT.mask", "loss head": "chunk_arithmetic or the function around it"}
@@ -105,23 +106,26 @@ def _under_block_mask(attn, q, k, v, mask) -> bool:
 # A training step, compared
 
 
-def check(model: GPT, x, y, docs, *, dtype: torch.dtype, z_loss: float = 0.0) -> list[str]:
+def check(model: GPT, x, y, docs, *, dtype: torch.dtype, z_loss: float = 0.0, again: bool = False) -> list[str]:
     """Compare the twins attached to `model` with model.py on a micro batch x, y (B, T), docs (B, T) or None; what
-    differs steps aside.  Returns what to say about it, a line each.  Of several ranks all call it together."""
+    differs steps aside.  Returns what to say about it, a line each; when asked again, for what changes as a model
+    trains, only what is new.  Of several ranks all call it together."""
     attns, functions = _twins(model)
+    started, same = time.perf_counter(), {}  # same: by what is compared, whether it is
+    plain = functions["cross_entropy"].plain if "cross_entropy" in functions else model.cross_entropy
+    odd = [] if again or _slope_is_gradient(plain, x.device, model.cfg.logit_softcap) else [
+        "the loss head's gradient is not the slope of its loss: training will not go down what the log shows. In "
+        "chunk_arithmetic both stand side by side, and a change has to be made in both."]
     if not attns and "cross_entropy" not in functions:
-        return []
-    started, was_training, same = time.perf_counter(), model.training, {}  # same: by what is compared, whether it is
+        return odd
 
     def note(what: str, equal: bool):
         same[what] = equal and same.get(what, True)
     n, docs = min(x.shape[1], NEAR), docs if docs is None else docs[:1]
     targets = y[:1, :n].clone()
     targets[:, ::7] = -100  # ignored ones too
-    model.train(was_training and not model.cfg.dropout)  # as training calls it, but for dropout, which is no twin's
     try:
-        gpus = [x.device] if x.device.type == "cuda" else []
-        with (torch.random.fork_rng(gpus), torch.no_grad(), torch.compiler.set_stance("force_eager"),
+        with (_as_before(model), torch.no_grad(), torch.compiler.set_stance("force_eager"),
               autocast(x.device, dtype), warnings.catch_warnings()):
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # on purpose
             attend = _compared_attend(model, docs, n, min(x.shape[1], FAR), note)
@@ -133,7 +137,6 @@ def check(model: GPT, x, y, docs, *, dtype: torch.dtype, z_loss: float = 0.0) ->
             model(x[:1, :n], targets, docs=docs if docs is None else docs[:, :n], reduction="sum",
                   z_loss=float(z_loss > 0))  # whole: at its usual weight a change in it would be lost
     finally:
-        model.train(was_training)
         vars(model).update(functions)
         for attn in attns:
             vars(attn).pop("attend", None)
@@ -143,7 +146,52 @@ def check(model: GPT, x, y, docs, *, dtype: torch.dtype, z_loss: float = 0.0) ->
         verdict = torch.tensor([float(same.get(what, True)) for what in CHANGED], device=x.device)
         dist.all_reduce(verdict, dist.ReduceOp.MIN)
         same = {what: bool(well) for what, well in zip(CHANGED, verdict, strict=True) if what in same or not well}
-    return _put_aside(model, same, time.perf_counter() - started)
+    lines = _put_aside(model, same, time.perf_counter() - started)
+    return odd + [line for line in lines if not again or not all(same.values())]
+
+
+@contextlib.contextmanager
+def _as_before(model):
+    """For a forward pass as training calls it, but for dropout, which is no twin's: behind it random numbers, buffers,
+    which may be statistics of what is trained on, and modes are as they were."""
+    device, was_training, precision = model.embed.weight.device, model.training, torch.get_float32_matmul_precision()
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train(was_training and not model.cfg.dropout)
+    torch.set_float32_matmul_precision("highest")  # TF32's rounding would show where scores are large
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        model.train(was_training)
+        for name, buffer in kept.items():
+            model.get_buffer(name).copy_(buffer)
+
+
+def _slope_is_gradient(head, device, softcap: float) -> bool:
+    """Whether a loss head's gradients are its loss's, by a difference quotient in fp64 on a few random vectors; also
+    true where it cannot be called so."""
+    generator = torch.Generator(device).manual_seed(0)
+    targets = torch.arange(32, device=device) * 3 - (torch.arange(32, device=device) % 7 == 0) * 200  # some ignored
+    targets[targets < 0] = -100
+
+    def at(tensors):
+        tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+        loss = head(*tensors, targets, z_loss=0.01, softcap=softcap, n_valid_vocab=100, reduction="mean")
+        return tensors, loss
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            start = [torch.randn(n, 32, device=device, dtype=torch.float64, generator=generator) for n in (32, 128)]
+            tensors, loss = at(start)
+            gradients = torch.autograd.grad(loss, tensors)
+            noise = [torch.randn(g.shape, device=device, dtype=g.dtype, generator=generator) for g in gradients]
+            along = [g + n * g.norm() / n.norm() for g, n in zip(gradients, noise, strict=True)]
+            ahead, behind = (at([p + step * a for p, a in zip(start, along, strict=True)])[1] for step in (1e-5, -1e-5))
+        slope = (ahead - behind).item() / 2e-5
+        expected = sum((g * a).sum().item() for g, a in zip(gradients, along, strict=True))
+    except Exception:  # another signature, another format
+        return True
+    return not abs(slope - expected) > 1e-3 * abs(expected)
 
 
 def _compared_attend(model, docs, n: int, T: int, note):
@@ -153,7 +201,7 @@ def _compared_attend(model, docs, n: int, T: int, note):
     device, twin, near, far_own, far_twin = model.embed.weight.device, functions.get("mask"), None, None, None
     if docs is not None:
         where = torch.arange(T, device=device)
-        two = (where >= T // 8).to(docs.dtype)[None]  # documents, one long enough for a window to bite
+        two = (where >= 8).to(docs.dtype)[None]  # documents, one long enough for a window to bite
         with contextlib.suppress(TypeError):  # of another signature: then training does not call the twin either
             far_own = (twin.plain if twin else model.mask)(where, T, two)
             far_twin = model.mask(where, T, two) if twin else far_own
@@ -163,9 +211,11 @@ def _compared_attend(model, docs, n: int, T: int, note):
 
     @functools.cache
     def at_full_length(fast, shapes):
-        """Random q, k, v (1, heads, T, D), of the size they have after QK-norm, and what fast makes of them."""
+        """Random q, k, v (1, heads, T, D), of the size they have after QK-norm, and what fast makes of them.  Of every
+        second query the scores are those of a long training, where a cap on them would bite."""
         generator = torch.Generator(device).manual_seed(0)
         tensors = [torch.randn(1, H, T, D, device=device, generator=generator) for H, D in shapes]
+        tensors[0][:, :, ::2] *= LARGE
         return tensors, _results(fast, tensors, far_twin, gradients=False)
 
     def one_head(tensors, head: int):
@@ -200,9 +250,11 @@ def _compared_head(twin, note, hidden, weight, targets, **options):
     mesh, mine = twin.keywords.get("mesh"), lambda rows: rows
     if mesh is not None:
         mine = lambda rows: rows.chunk(mesh.size())[mesh.get_local_rank()]  # noqa: E731
-    want = _results(twin.plain, (hidden, whole), targets, **options)
-    got = _results(twin, (hidden, mine(whole)), targets, **options)
-    equal = _agree(want and [*want[:2], mine(want[2])], got)
+    equal = True
+    for size in (LARGE, 1):
+        want = _results(twin.plain, (size * hidden, whole), targets, **options)
+        got = _results(twin, (size * hidden, mine(whole)), targets, **options)
+        equal = equal and _agree(want and [*want[:2], mine(want[2])], got)
     if mesh is not None:  # together: a head for one rank alone would wait for the others'
         verdict = torch.tensor(float(equal), device=hidden.device)
         dist.all_reduce(verdict, dist.ReduceOp.MIN, group=mesh.get_group())
@@ -272,8 +324,8 @@ def fast_decoding(model: GPT) -> GPT:
 
 def _decoder(known: dict, model, cache, docs):
     """For GPT.decoder: the first of the fast steps that is model.py's.  known: up to which length of cache a step is so
-    for the weights at some addresses, with documents or without, or False."""
-    weights = tuple(p.data_ptr() for p in model.parameters())
+    for the weights at some addresses, as they stood, with documents or without, or False."""
+    weights = tuple((p.data_ptr(), p._version) for p in model.parameters())
     for make in [compiled_step] if model.embed.weight.device.type != "cpu" else [decode.Step, compiled_step]:
         key, size = (make, docs is None, weights), cache.k.shape[3]
         if known.get(key, 0) is False:
@@ -283,6 +335,9 @@ def _decoder(known: dict, model, cache, docs):
         except (AttributeError, KeyError, TypeError):  # parts that decode.cpp cannot read
             if make is not decode.Step:
                 raise
+            known[key] = False
+            warnings.warn("decode.cpp does not know the parts of this model: decoding goes on compiled, slower.",
+                          stacklevel=4)
             continue
         at = None if known.get(key, 0) >= size else _differs_at(make, step, model, cache, docs)
         if at is None:

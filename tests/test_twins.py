@@ -158,6 +158,62 @@ def test_window_in_one_layer(build, monkeypatch, layer, how, with_docs):
     assert check(attach(build(n_layers=5), how), with_docs)[0].startswith("fast attention")
 
 
+def capped(self, q, k, v, mask):
+    """Gemma 2's cap of 50 on scores, which are far below that when training begins."""
+    scores = 50 * torch.tanh(q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5 / 50)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if mask is None else mask
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+@pytest.mark.parametrize("how, with_docs", [("kernels", False), ("kernels", True), ("flex", True)])
+def test_what_bites_later(build, monkeypatch, how, with_docs):
+    """A cap that only large scores feel; a window but a few tokens shorter than the text, under documents too."""
+    monkeypatch.setattr(Attention, "attend", capped)
+    assert check(attach(build(), how), with_docs)[0].startswith("the fast attention does not")
+    monkeypatch.setattr(Attention, "attend", every_second_windowed)
+    model = build()
+    model.blocks[1].attn.window = T - 16
+    assert check(attach(model, how), with_docs)[0].startswith("the fast attention does not")
+
+
+def test_capped_logits(build, monkeypatch):
+    """A cap in the loss head that the first logits do not feel."""
+    def arithmetic(logits, targets, scale, n_vocab, ignore_index, z_loss, softcap, grad):
+        return chunk_arithmetic(logits, targets, scale, n_vocab, ignore_index, z_loss, 30.0, grad)
+    model = attach(build())
+    assert "equal" in check(model)[0]
+    monkeypatch.setattr(model_module, "chunk_arithmetic", arithmetic)
+    assert check(model)[0].startswith("the fast loss head does not")
+
+
+class Counting(Attention):
+    """How often it was called in training, which its scores follow."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, *args):
+        if self.training:
+            self.calls += 1
+        return super().forward(x, *args)
+
+    def attend(self, q, k, v, mask):
+        return sdpa(self, q * (1 + 0.1 * (self.calls > 3)), k, v, mask)
+
+
+def test_what_changes_as_it_trains(build, monkeypatch):
+    """Comparing is no training: statistics stay.  What differs only later is found when asked again."""
+    monkeypatch.setattr(model_module, "Attention", Counting)
+    model = attach(build())
+    assert "equal" in check(model)[0] and not model.blocks[0].attn.calls
+    assert twins.check(model, *batch(True), dtype=torch.float32, again=True) == []
+    for _ in range(4):
+        step(model)
+    line, = twins.check(model, *batch(True), dtype=torch.float32, again=True)
+    assert line.startswith("the fast attention does not")
+
+
 def one_group_at_least(self, q, k, v, mask):
     if q.shape[1] == 1:
         raise RuntimeError("all heads or none")
@@ -222,13 +278,15 @@ def test_changed_loss(build, monkeypatch, arithmetic):
     """1 % of label smoothing, of the loss, or of its gradient alone."""
     monkeypatch.setattr(model_module, "chunk_arithmetic", arithmetic)
     model = attach(build())
-    lines = check(model)
-    assert len(lines) == 1 and lines[0].startswith("the fast loss head does not compute what model.py computes")
+    *odd, line = check(model)
+    assert line.startswith("the fast loss head does not compute what model.py computes")
+    assert ["gradient is not the slope" in said for said in odd] == [True] * (arithmetic is steeper)
+    assert check(build()) == odd  # which concerns plain training too
     assert all(hasattr(block.attn, "fast") for block in model.blocks)
     plain = build()
     twins.replace_attend(plain, kernels.attention, kernels.serves)
     assert same(step(model), step(plain))
-    again, = check(model)
+    again = check(model)[-1]
     assert again.startswith("fast attention: compared")  # the other twin still is
 
 
@@ -383,5 +441,5 @@ def test_like(build, monkeypatch):
     assert attached(model)[1] == (False, kernels.chunk_arithmetic)
     monkeypatch.setattr(model_module, "chunk_arithmetic", steeper)
     model = attached()[0]
-    assert len(check(model)) == 2
+    assert len(check(model)) == 3  # its gradient is no slope either
     assert attached(model)[1] == (False, compiled.chunk_arithmetic)  # model.py's, as it stands there

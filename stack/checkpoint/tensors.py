@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from model import GPT, ModelConfig
 from stack.checkpoint.folder import STATE, TOKENIZER, read, verify, writing
+from stack.counts import undrawn
 from stack.data.tokenizer import Tokenizer
 from stack.parallel.sharding import part_of
 
@@ -57,24 +58,11 @@ def load_model(path, *, device="cpu", dtype: torch.dtype | None = None, which: s
                              f"(fingerprints {tokenizer.fingerprint[:12]} and {state['tokenizer'][:12]}).\n"
                              "  Copy tokenizer.json again from the data the model was trained on.")
         verify(folder, state, TOKENIZER)
-        with torch.device("meta"):  # no memory and no time for initial weights that would be overwritten
+        with undrawn(), torch.device(device):  # no time for initial weights that would be overwritten
             model = GPT(ModelConfig(**state["model"])).to(dtype)
-        _give_memory(model, device)
         _copy_weights(model, folder, state)
         return model.eval(), tokenizer, state
     return read(path, which, load)
-
-
-@torch.no_grad()
-def _give_memory(model, device):
-    """Memory on `device` for a model built on the meta device: parameters are left for the caller to fill, buffers get
-    the values of one built on the CPU, where there are any, without drawing the caller's random numbers."""
-    model.to_empty(device=device)
-    if next(model.buffers(), None) is not None:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            built = GPT(model.cfg)
-        for name, buffer in built.named_buffers(remove_duplicate=False):
-            model.get_buffer(name).copy_(buffer)
 
 
 def load_weights(model, path):

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from model import GPT, ModelConfig
+from stack.counts import undrawn
 from stack.data.tokenizer import Tokenizer
 from stack.exchange import formulas
 from stack.exchange.hf_files import blaming, load_tensors, local, read_json
@@ -115,7 +116,7 @@ def from_theirs(tensors: dict[str, torch.Tensor], cfg: ModelConfig) -> GPT:
     def bare(name):
         return re.sub(r"^((module|_orig_mod|model|transformer)\.)*", "", name)
 
-    with torch.device("meta"):
+    with undrawn():
         model = GPT(cfg)
     refuse_unknown(model)
     state = {name: torch.zeros(p.shape) for name, p in model.state_dict().items()}  # ours in fp32; pad rows are zero

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from model import GPT
 from stack import twins
+from stack.counts import undrawn
 from stack.parallel import tensor_parallel
 from stack.parallel.ranks import Ranks
 from stack.parallel.tensor_parallel import local
@@ -90,7 +91,7 @@ def whole(model, compile: bool = False):
     """
     if not any(is_sharded(p) for p in model.parameters()):
         return model
-    with torch.device("meta"):
+    with undrawn():
         put_together = GPT(model.cfg)
     put_together.load_state_dict({name: t.full_tensor() if is_sharded(t) else t
                                   for name, t in model.state_dict().items()}, assign=True)
