@@ -17,7 +17,9 @@ The two libraries are fast and have edges, which are blunted here:
 - lone surrogates, which a str can hold and UTF-8 cannot, become U+FFFD before either library sees them;
 - special tokens are found here and never by tiktoken, so text that discusses "<|endoftext|>" stays text unless the
   caller says special=True, and no name of a special token can upset its regex;
-- rustbpe only trains. Its encoder loses data on long runs.
+- rustbpe only trains. Its encoder loses data on long runs, and its trainer keeps the places of all pairs in each
+  different piece: 50 bytes for a byte, nothing in prose, gigabytes in text without spaces. So the pieces are counted
+  first, and of text with more of them than MAX_PIECES a random part is used that has not.
 
 Text is encoded as it is, but by a tokenizer from elsewhere that was trained on text in NFC (Qwen's): nfc=True writes é
 as one character before it cuts, whichever way it was typed. The file is JSON that a person can read: tokens in order of
@@ -30,6 +32,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -50,7 +53,9 @@ FILE_NAME, FORMAT, VERSION = "tokenizer.json", "stack100m-tokenizer", 1
 SLICE = 1 << 14  # characters given to tiktoken or rustbpe at once
 GROUP = 1 << 18  # characters per task of encode_documents: 10 ms of work, handed over in 0.05
 MAX_TRAINING_BYTES = 2**31 - 1  # rustbpe counts in int32
+MAX_PIECES = 5 << 20  # bytes of different pieces, and 3 for each, to train on: rustbpe then takes about 250 MB
 REPLACEMENT = "\ufffd".encode()
+LONG_SPACE = re.compile(r"\s{64,}")
 CUT = re.compile(r"\S(?=[ \t])")  # where text may be cut without changing a token: the next word brings its space
 
 
@@ -274,15 +279,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a vocabulary of vocab_size ids, the special tokens among them, from texts read once as a stream.
 
     The result depends on which texts there are and not on their order: pieces are counted, and merges of equal count
-    are taken in order of their ids. Where there are too few pairs the vocabulary is smaller; a line on stderr says so.
+    are taken in order of their ids. Where there are too few pairs the vocabulary is smaller, and where there are too
+    many different pieces a random part of the texts is used; a line on stderr says so. Memory stays below 300 MB for
+    any text; the texts wait in a temporary file.
     """
     import rustbpe
     if vocab_size < 256 + len(SPECIALS):
         raise ValueError(f"vocab_size {vocab_size} is too small: the 256 bytes and {len(SPECIALS)} special tokens need "
                          f"{256 + len(SPECIALS)}.\n  Set --vocab_size to at least that; 4096 suits a few MB of text, "
                          "32768 gigabytes.")
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(_training_slices(texts), vocab_size - len(SPECIALS), buffer_size=4096, pattern=PATTERN)
+    trainer, halvings = rustbpe.Tokenizer(), 0
+    with tempfile.TemporaryFile() as file:
+        _store_slices(texts, file)
+        while not _few_pieces(_stored_slices(file, halvings)):
+            halvings += 1
+        if halvings:
+            print("tokenizer: this text has more different words, or stretches without spaces, than are held in "
+                  f"memory; trained on a random 1/{2**halvings} of it.", file=sys.stderr)
+        trainer.train_from_iterator(_stored_slices(file, halvings), vocab_size - len(SPECIALS), buffer_size=256,
+                                    pattern=PATTERN)
     tokens = dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks())  # two merges can spell one token
     ranks = {token: rank for rank, token in enumerate(tokens)}
     tokenizer = Tokenizer(PATTERN, ranks, {name: len(ranks) + i for i, name in enumerate(SPECIALS)})
@@ -326,7 +341,7 @@ def to_bytes(text: str) -> tuple[str, bytes]:
         return text, text.encode()
 
 
-def _training_slices(texts):
+def _store_slices(texts, file):
     total = 0
     for text in texts:
         text, data = to_bytes(text)
@@ -334,7 +349,37 @@ def _training_slices(texts):
         if total > MAX_TRAINING_BYTES:  # a count that overflows gives wrong merges without a word
             raise ValueError(f"More than {MAX_TRAINING_BYTES:,} bytes to train a tokenizer on; rustbpe's counts end "
                              "there.\n  Train on a sample: some hundred MB give nearly the same vocabulary.")
-        yield from cut([text], SLICE)
+        for part in cut([text], SLICE):
+            data = part.encode()
+            file.write(len(data).to_bytes(4) + data)
+
+
+def _stored_slices(file, halvings: int):
+    """All slices, or those whose hashes begin with so many zero bits: of text in any order the same."""
+    file.seek(0)
+    while size := file.read(4):
+        data = file.read(int.from_bytes(size))
+        if not halvings or not int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> (64 - halvings):
+            yield data.decode()
+
+
+def _few_pieces(slices) -> bool:
+    """Whether the different pieces are within MAX_PIECES. Words that were looked at lately are not split again."""
+    import regex  # tiktoken's; it reads PATTERN as rustbpe does
+    find, pieces, words, size = regex.compile(PATTERN).findall, set(), set(), 0
+    for text in slices:
+        new_words = set(text.split()) - words
+        new = set(find(" " + " ".join(new_words)) if new_words else ())
+        new.update(LONG_SPACE.findall(text))
+        new -= pieces
+        size += sum(len(piece.encode()) + 3 for piece in new)
+        if size > MAX_PIECES:
+            return False
+        pieces |= new
+        words.update(word for word in new_words if len(word) < 64)
+        if len(words) > 1 << 17:
+            words = set()
+    return True
 
 
 def _grouped(texts):

@@ -264,9 +264,11 @@ def test_a_model_for_llama_cpp(tmp_path):
 
 def test_prepare(here):
     """Ours beside the bare libraries over the same text."""
-    code, out, err = here("prepare", "--repeats=1", "--vocab=400", "--text", ROOT / "prepare.py", ROOT / "train.py")
+    code, out, err = here("prepare", "--repeats=1", "--vocab=400", "--spaceless=1", "--text", ROOT / "prepare.py",
+                          ROOT / "train.py")
     assert code == 0, err
     assert list(table(out)) == list(prepare.ROWS)
+    assert 0 < float(table(out)[prepare.SPACELESS]["peak MiB"]) < 300
     assert [table(out)[row]["x the bare one"] for row in (prepare.POOL, prepare.RUST)] == ["1", "1"]
 
 
