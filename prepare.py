@@ -22,8 +22,8 @@ Documents are read (sources.py), encoded by a pool of threads (tokenizer.py) and
 decides everything, one document after the other.  The threads turn text into ids and nothing else, so their number
 changes nothing, and nothing but a few pieces of text per thread is in memory.
 
-Every document goes to train or val by its hash.  Where that leaves one of them empty (a single file, a handful of
-books) the pass is repeated by another rule, and says so: the last val_fraction of the text is val.
+Every document goes to train or val by its hash, and a long one gives val a part of itself, so that more text never
+moves any from val to train (parts.py).  --val names texts that are val instead.
 
 Rejected: all ids in one array (nanoGPT's way; it ends where memory does); a pool of processes (they copy text in and
 ids out, which tiktoken's threads share, and on Windows and macOS each starts Python anew).
@@ -34,22 +34,27 @@ import ast
 import difflib
 import errno
 import hashlib
+import io
 import os
 import random
 import re
 import runpy
 import shutil
 import sys
+import tokenize
 from dataclasses import fields
+from importlib.metadata import version
 from itertools import chain, tee
+from math import ceil
 from pathlib import Path
 
 from stack.config import Parser, explain
 
 try:
+    from stack.data.parts import HELD, of_val, parts
     from stack.data.shards import read_header, read_meta, write_meta
     from stack.data.sources import UNKNOWN, Reader, Source
-    from stack.data.tokenizer import Tokenizer, train_tokenizer
+    from stack.data.tokenizer import SPECIALS, Tokenizer, special_pattern, train_tokenizer
     from stack.data.verify import human, left_out, show, summary, verify
     from stack.data.writer import Output, check_same, clean, fresh, interleaved, locked, start
 except ModuleNotFoundError as error:
@@ -57,10 +62,11 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
-           "tokenizer_bytes", "seed")  # what decides the bytes of the shards, beside the sources
+           "tokenizer_bytes", "seed", "special")  # what decides the bytes of the shards, beside the sources
 BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
 OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
+ONLY_READ = ("batches.py", "verify.py", "__init__.py")  # of stack/data: they decide nothing that is written
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -78,8 +84,11 @@ def parse_args(argv):
         help="use this one instead: gpt2 or another encoding of tiktoken, or where a tokenizer.json is: a file, a data "
              "set, a run, hf:FOLDER of Hugging Face's")
     add("--tokenizer_bytes", **number, default=200_000_000, help="train it on a sample of this size (200e6)")
-    add("--val_fraction", type=float, metavar="X", default=0.01,
-        help="share of the documents held out for validation (0.01)")
+    add("--val_fraction", type=float, metavar="X", help="share of the text held out for validation (0.01)")
+    add("--val", nargs="+", default=[], metavar="SOURCE",
+        help="validate on these instead; documents that stand in them are left out of training")
+    add("--special", nargs="+", default=[], metavar="NAME",
+        help="names of the tokenizer's special tokens, as '<|user|>', that are such in the text (none: all is text)")
     add("--max_tokens", **number, help="stop at so many tokens, for example 10e9 (default: all)")
     add("--max_bytes", **number, help="stop at so much text (default: all)")
     add("--text_key", default="text", metavar="KEY",
@@ -93,17 +102,26 @@ def parse_args(argv):
     add("--seed", type=int, metavar="N", default=1337, help="of the tokenizer's sample (1337)")
     argv = [re.sub("^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     args = parser.parse_args(argv)
+    args.source = list(map(expand, args.source))
     args.recipe = [dict(source=source) for source in args.source]
     if any(map(is_recipe, args.source)):
         if len(args.source) > 1:
             parser.error(f"a recipe stands alone, without other sources: {' '.join(args.source)}")
         recipe, options = read_recipe(args.source[0], set(vars(args)) - {"source", "recipe"})
-        parser.set_defaults(**{key: value if isinstance(value, bool) else str(value) for key, value in options.items()})
+        parser.set_defaults(**{key: value if isinstance(value, bool | list) else str(value)
+                               for key, value in options.items()})
         args = parser.parse_args(argv, argparse.Namespace(recipe=recipe))  # once more: flags win over the recipe
     if args.tokenizer and args.vocab_size:
         parser.error("--vocab_size is for a tokenizer that is trained; --tokenizer has its own")
     if not args.tokenizer and args.vocab_size is None:
         args.vocab_size = 32768
+    if args.val and args.val_fraction:
+        parser.error("--val_fraction is for text that is held out; --val names texts of its own")
+    if args.val_fraction is None:
+        args.val_fraction = 0.0 if args.val else 0.01
+    args.special, args.val = sorted(set(args.special)), list(map(expand, args.val))
+    args.out, args.tokenizer = args.out and expand(args.out), expand(args.tokenizer)
+    args.recipe = [{**source, "source": expand(source["source"])} for source in args.recipe]
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction {args.val_fraction} must be from 0 to below 1; 0.01 is one percent")
     for key in ("shard_tokens", "workers", "tokenizer_bytes", "max_tokens", "max_bytes"):
@@ -123,6 +141,12 @@ def count(text: str) -> int:
     if number != int(number):
         raise ValueError
     return int(number)
+
+
+def expand(path: str) -> str:
+    """~ as the user's home, also behind hf:"""
+    start = "hf:" * path.startswith("hf:")
+    return start + os.path.expanduser(path.removeprefix("hf:"))
 
 
 def is_recipe(source: str) -> bool:
@@ -158,21 +182,49 @@ def read_recipe(path: str, known: set):
 # ---- the run
 
 
-def read_by() -> str:
-    """What tells one state of the code from another that decides what text is in a file."""
-    code = b"".join((Path(__file__).parent / "stack/data" / name).read_bytes() for name in (
-        "sources.py", "filters.py", "tokenizer.py"))
-    return hashlib.sha256(code).hexdigest()[:16]
+def made_by(job) -> dict:
+    """What decides the set beside the command: this code, comments and docstrings aside, and packages' versions."""
+    files = [Path(__file__), *sorted(Path(__file__).parent.glob("stack/data/*.py"))]
+    code = "\n".join(bare_code(path.read_text(encoding="utf-8")) for path in files if path.name not in ONLY_READ)
+    packages = ["tiktoken", *["rustbpe"] * (not job.tokenizer), *["datasets"] * any(s.in_hub for s in job.sources)]
+    return {"code": hashlib.sha256(code.encode()).hexdigest()[:16], **{name: version(name) for name in packages}}
+
+
+def bare_code(source: str) -> str:
+    """Python without what changes nothing: comments, docstrings, empty lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][:token.start[1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            lines[text.lineno - 1:text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def changed(then, now: dict) -> str:
+    """What made_by() says otherwise now; sets of before something was noted count as they are."""
+    then = then if isinstance(then, dict) else {} if then is None else {"code": then}
+    other = [name for name, value in now.items() if then.get(name, value) != value]
+    return ", ".join("the code in stack/data or prepare.py" if name == "code" else
+                     f"{name} {then[name]} then, {now[name]} now" for name in other)
 
 
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
     # 1. What decides the bytes of the set
-    job.sources = [Source(**{"text_key": job.text_key, **source}) for source in job.recipe]
-    command = {"sources": [source.identity for source in job.sources],
-               "options": {key: value for key in OPTIONS if (value := getattr(job, key)) not in (None, "")}}
+    job.sources = [Source(**{"text_key": job.text_key, **source})
+                   for source in [*job.recipe, *(dict(source=source) for source in job.val)]]
+    identities = [source.identity for source in job.sources]
+    command = {"sources": identities[:len(job.recipe)], **({"val": identities[len(job.recipe):]} if job.val else {}),
+               "options": {key: value for key in OPTIONS if (value := getattr(job, key)) not in (None, "", [])}}
     if os.path.exists(job.tokenizer.removeprefix("hf:")):  # what is in the file counts, not where it lies
         command["options"]["tokenizer"] = load_tokenizer(job.tokenizer).fingerprint
+    names = load_tokenizer(job.tokenizer).special_ids if job.special and job.tokenizer else SPECIALS
+    if unknown := [name for name in job.special if name not in names]:
+        raise ValueError(f"--special {' '.join(unknown)}: the tokenizer has no such token.\n"
+                         f"  It has {', '.join(names)}.")
     # 2. Is it there already?
     if (job.folder / "meta.json").exists():
         meta = read_meta(job.folder)
@@ -180,12 +232,16 @@ def make(job):
         for shard in chain.from_iterable(split["shards"] for split in meta["splits"].values()):
             read_header(job.folder / shard["file"])
         clean(job.folder, *LEFTOVERS)
-        same_code = meta.get("read_by", code := read_by()) == code  # sets of before this was noted count as they are
-        return print(f"{summary(job.folder)}\nalready made by this command" + (": nothing to do" if same_code else (
-            f", but stack/data reads text otherwise since: delete {job.folder} to make it anew, or use it as it is")))
+        what = changed(meta.get("read_by"), made_by(job))
+        return print(f"{summary(job.folder)}\nalready made by this command" + (": nothing to do" if not what else (
+            f", but with something else: {what}.\n  Its text or ids may be others now: delete {job.folder} to make it "
+            "anew, or use it as it is.")))
     job.folder.mkdir(parents=True, exist_ok=True)
     with locked(job.folder):
         state = start(job.folder, command)
+        if what := changed(state.setdefault("read_by", made_by(job)), made_by(job)):
+            raise ValueError(f"{job.folder} was begun with something else: {what}.\n  Go back to that to continue, "
+                             f"choose another --out, or delete {job.folder} to make it anew.")
         try:
             write_set(job, command, state)
         except (ValueError, OSError, ImportError) as error:
@@ -209,31 +265,38 @@ def write_set(job, command, state):
     print(sentence)
     # 4. The shards
     encode(job, tokenizer, state)
-    if job.val_fraction and state["bytes"] and not all(split["shards"] for split in state["splits"].values()):
-        held_out = max(1, round(state["bytes"] * job.val_fraction))
-        print(f"{state['documents']} document(s) are too few to share out: val is the last {human(held_out)}.")
-        state.update(fresh(command), tokenizer=state["tokenizer"], tail=state["bytes"] - held_out)
+    both = all(split["shards"] for split in state["splits"].values())
+    if job.val_fraction and state["longest"] and not both and not state["share"]:
+        share, least = ceil(100 * HELD / state["longest"]) / 100, HELD
+        share, least = (share, least) if share <= 0.5 else (0.5, HELD // 16)
+        print(f"{state['documents']} document(s) are too few, or too short, for --val_fraction {job.val_fraction:g}: "
+              f"{share:g} of the text is held out.\n  If more text is to come, give --val_fraction {share:g} or more, "
+              "or --val FILES; else what is held out now will be trained on then.")
+        state.update(fresh(command), tokenizer=state["tokenizer"], share=[share, least])
         encode(job, tokenizer, state)
     splits = {name: split["shards"] for name, split in state["splits"].items() if split["shards"]}
-    if len(splits) < 1 + bool(job.val_fraction):
+    if len(splits) < 1 + bool(job.val_fraction or job.val):
         clean(job.folder, *OURS)
-        raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
-                         f"and val{left_out(report(job, state))}.\n  Give more text.")
+        raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train and val"
+                         f"{left_out(report(job, state))}.\n  Give more text.")
     # 5. What they are, in meta.json
     write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
                vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits, command=command,
-               read_by=read_by(), tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
-               split_rule="hash" if state["tail"] is None else "tail", not_remembered=state["seen"][1])
+               read_by=state["read_by"], tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
+               split_rule="val" if job.val else "content", not_remembered=state["seen"][1])
 
 
 def encode(job, tokenizer, state):
     """Read, encode and write, from `state` to the end of the sources or to a limit; `state` moves along."""
     if state["ended"]:
         return
-    output, records = Output(job, tokenizer, state), state["sources"]
+    records, (val_keys, val_lines) = state["sources"], held(job)
+    output = Output(job, tokenizer, state, val_keys)
     readers = [Reader(source, errors=job.errors, skip_bad=job.skip_bad, after=record["after"])
                for source, record in zip(job.sources, records, strict=True)]
-    streams = [encoded(reader, tokenizer, job.workers) for reader in readers]
+    others = tuple(sorted({*tokenizer.special_ids} - {*job.special}))
+    streams = [encoded(parts_of(job, reader, record["val"], state["share"], others=others, val_lines=val_lines),
+                       tokenizer, job) for reader, record in zip(readers, records, strict=True)]
     output.save()
     in_tokens = job.max_tokens or any(source.in_hub for source in job.sources)
 
@@ -256,10 +319,21 @@ def encode(job, tokenizer, state):
     output.finish()
 
 
-def encoded(reader, tokenizer, workers):
-    """The pieces of a reader with their ids; threads encode a little ahead."""
-    pieces, ahead = tee(reader)
-    for ids in tokenizer.encode_documents((piece.text for piece in pieces), workers):
+def parts_of(job, reader, val, share=None, **more):
+    share, least = share or (job.val_fraction, HELD)
+    return parts(reader, share, least=least, val=val, whole=reader.source.source == "stdlib",
+                 special=tuple(job.special), **more)
+
+
+def held(job):
+    """of_val() of the sources that --val names."""
+    return of_val(Reader(source, errors=job.errors, skip_bad=job.skip_bad) for source in job.sources[len(job.recipe):])
+
+
+def encoded(parts, tokenizer, job):
+    """The parts with their ids; threads encode a little ahead."""
+    parts, ahead = tee(parts)
+    for ids in tokenizer.encode_documents((part.text for part in parts), job.workers, tuple(job.special)):
         yield next(ahead)._replace(text="", ids=ids)
 
 
@@ -268,7 +342,8 @@ def report(job, state):
     lines = []
     for source, record in zip(job.sources, state["sources"], strict=True):
         after = record["after"] or {"counts": {}, "notes": []}
-        lines.append({**source.identity, **{key: record[key] for key in ("documents", "tokens", "bytes", "duplicates")},
+        kept = ("documents", "tokens", "bytes", "duplicates", "in_val", "shared_lines", "specials", "looks")
+        lines.append({**source.identity, "val": record["val"], **{key: record[key] for key in kept},
                       **after["counts"], **{key: after[key] for key in ("notes", "commit") if key in after}})
     return lines
 
@@ -333,31 +408,33 @@ def sample_texts(job, sample, without_val=True):
     is sampled by its weights.  Validation documents and duplicates are left out.  `sample` says what it came to.
     """
     within = min(job.max_bytes or UNKNOWN, (job.max_tokens or UNKNOWN) * MOST_BYTES_PER_TOKEN)
-    sizes = [source.text_bytes() or UNKNOWN for source in job.sources]
+    sources = job.sources[:len(job.recipe)]
+    sizes = [source.text_bytes() or UNKNOWN for source in sources]
     sizes = sizes if job.weights else [min(UNKNOWN, sum(sizes))] * len(sizes)
     chances = [1.0 if size == UNKNOWN else min(1.0, job.tokenizer_bytes * share / max(1, min(size, within * share)))
                for size, share in zip(sizes, job.weights or [1.0] * len(sizes), strict=True)]
     if job.weights or min(chances) < 1:
         sample["part"] = "a sample by weight" if job.weights else f"a random {100 * chances[0]:.2g} %"
-    readers = [Reader(source, errors=job.errors, skip_bad=job.skip_bad) for source in job.sources]
-    records = [{"train": 0, "done": False} for _ in readers]
-    pick, seen, val_below, walked = random.Random(job.seed), set(), int(job.val_fraction * 2**64), 0
+    readers = [Reader(source, errors=job.errors, skip_bad=job.skip_bad) for source in sources]
+    streams = [parts_of(job, reader, val=False) for reader in readers]
+    records, seen = [{"train": 0, "done": False, "val": False} for _ in readers], held(job)[0]
+    pick, walked = random.Random(job.seed), 0
     end = min(within, UNKNOWN if job.weights else sizes[0], int(job.tokenizer_bytes / min(chances)))
     with bar(total=end, unit="B", desc="sampling") as shown:
-        for i, piece in interleaved(readers, list(map(iter, readers)), records, job.weights):
-            size = len(piece.text.encode())
+        for i, part in interleaved(readers, streams, records, job.weights):
+            size = len(part.text.encode())
             records[i]["train"] += size
             walked += size
             shown.update(size)
-            if piece.first:
-                usable = piece.key not in seen and not (without_val and piece.key < val_below)
-            if usable and pick.random() < chances[i]:
+            if part.first:
+                new = part.key not in seen
+            if new and not (without_val and part.val) and pick.random() < chances[i]:
                 if sample["bytes"] and sample["bytes"] + size > job.tokenizer_bytes:
                     sample["part"] = sample["part"].replace("all", "the beginning")
                     return
-                seen.add(piece.key)
+                seen.add(part.key)
                 sample["bytes"] += size
-                yield piece.text
+                yield from special_pattern(tuple(job.special)).split(part.text)[::2] if job.special else [part.text]
             if walked >= within:
                 break
     if without_val and not sample["bytes"]:  # the only documents there are have hashes for val

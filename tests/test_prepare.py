@@ -86,7 +86,7 @@ def corpus(tmp_path):
 def test_every_document_once_byte_for_byte(tmp_path, vocabulary):
     """Each document once, whole and unchanged, behind one boundary, in train or val; all of it counted."""
     docs = [prose(i, 30) for i in range(60)] + ["CRLF\r\n\r lines\r\n", "\u2028 \x85 \x0c\n", "NUL\0", "é漢🙂",
-                                                " " * 70_000, "<|endoftext|> and <|pad|>", "x" * 9000, "1" * 3000,
+                                                " " * 700, "<|endoftext|> and <|pad|>", "x" * 700, "1" * 700,
                                                 prose(3, 30)]
     for i, text in enumerate(docs):
         (tmp_path / f"in_{i}.txt").write_bytes(("\ufeff" * (i == 0) + text).encode())
@@ -106,7 +106,8 @@ def test_every_document_once_byte_for_byte(tmp_path, vocabulary):
 
 def test_huge_documents(tmp_path, vocabulary):
     """A million spaces, one letter a million times, a million digits: text like any other."""
-    docs = [" " * 1_100_000, "a" * 1_000_000, "7" * 1_000_000, "\n" * 1_000_000, "é🙂" * 300_000]
+    docs = [" " * 70_000, "x" * 9000, "1" * 3000]
+    docs += [" " * 1_100_000, "a" * 1_000_000, "7" * 1_000_000, "\n" * 1_000_000, "é🙂" * 300_000]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in docs))
     assert run(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", vocabulary, "--val_fraction", 0) == 0
     assert documents(tmp_path / "out", "train") == docs
@@ -192,20 +193,19 @@ def test_limits(tmp_path, corpus, vocabulary):
 # ---- small corpora
 
 
-def test_one_file_is_cut_into_train_and_val(tmp_path, vocabulary, capsys):
-    """A single document: its end, about val_fraction of it, from the beginning of a line."""
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.4])
+def test_one_file_is_cut_into_train_and_val(tmp_path, vocabulary, fraction):
+    """A single document: nothing of it is lost or comes twice, about val_fraction of it is val, whole lines of it."""
     text = prose(1, 20_000)
     (tmp_path / "book.txt").write_text(text, newline="")
-    for fraction in (0.01, 0.4):
-        out = tmp_path / f"out_{fraction}"
-        assert run(tmp_path / "book.txt", "--out", out, "--tokenizer", vocabulary, "--val_fraction", fraction,
-                   "--shard_tokens", 5000) == 0
-        shards = [shard["file"] for split in meta_of(out)["splits"].values() for shard in split["shards"]]
-        assert sorted(shards) == sorted(path.name for path in out.glob("*.bin")), "none are left of the first pass"
-        (train,), (val,) = documents(out, "train"), documents(out, "val")
-        assert train + val == text and train.endswith("\n")
-        assert 0.7 * fraction < len(val) / len(text) <= fraction + 0.001
-        assert "too few to share out" in capsys.readouterr().out and meta_of(out)["split_rule"] == "tail"
+    out = tmp_path / "out"
+    assert run(tmp_path / "book.txt", "--out", out, "--tokenizer", vocabulary, "--val_fraction", fraction,
+               "--shard_tokens", 5000) == 0
+    train, val = documents(out, "train"), documents(out, "val")
+    assert train.pop(0) + "".join(a + b for a, b in zip(val, train, strict=True)) == text  # by turns
+    assert all(part.endswith("\n") for part in val)
+    assert 0.6 * fraction < len("".join(val)) / len(text) < 1.2 * fraction
+    assert meta_of(out)["split_rule"] == "content"
 
 
 def test_short_val(tmp_path, vocabulary, capsys):
@@ -218,19 +218,76 @@ def test_short_val(tmp_path, vocabulary, capsys):
         TokenData(tmp_path / "out", "val", seq_len=seq_len + 1)
 
 
-def test_few_files(tmp_path, vocabulary):
-    """A handful of documents, none of which the hash puts in val (or all): nothing is lost, both sides have some."""
-    docs = [prose(i, 200) for i in range(5)]
+def book(name, n_words):
+    """Lines of six words, none of which comes twice."""
+    lines = [prose((name, n), 6).replace("\n", " ") for n in range(n_words // 6)]
+    return "".join(f"{name} {n} {line}\n" for n, line in enumerate(lines))
+
+
+def held_and_trained(out):
+    return documents(out, "val"), documents(out, "train")
+
+
+@pytest.mark.parametrize("sizes, fraction", [((12_000, 15_000, 20_000, 14_000), 0.005),
+                                             ((4000, 300, 60, 9000, 40), 0.1), ((3000, 200_000, 900, 2000), 0.03)])
+def test_what_is_held_out_of_few_documents_stays_held_out(tmp_path, corpus, sizes, fraction):
+    """Books, one more each time, then hundreds of short documents, then more behind the end of the first: nothing of
+    an earlier val is in a later train, whatever the tokenizer, and the share stays about what was asked for."""
+    books, before = tmp_path / "books", []
+    books.mkdir()
+
+    def check(*more):
+        run(books, *more, "--out", out, "--vocab_size", 300 + 20 * len(before), "--val_fraction", fraction)
+        val, train = held_and_trained(out)
+        assert val and sum(map(len, val)) < 3 * fraction * sum(map(len, val + train))
+        trained = "\n\n".join(train)
+        for text in before:
+            assert text not in trained
+            assert not [line for line in text.splitlines() if len(line) > 30 and line in trained]
+        before.extend(text for text in val if len(text) > 60)
+    for i, size in enumerate(sizes):
+        out = tmp_path / f"out_{i}"
+        (books / f"{i}.txt").write_text(book(i, size), newline="")
+        if i or size * 6 * fraction > 400:
+            check()
+    out = tmp_path / "with_many"
+    check(corpus)
+    with open(books / "0.txt", "a", newline="") as file:
+        file.write(book("end", 40_000))
+    out = tmp_path / "longer"
+    check(corpus)
+    assert len(before) > 4
+
+
+def test_documents_below_the_length_stay_whole(tmp_path, vocabulary):
+    """What is too short to give a part goes as a whole, by its hash alone."""
+    docs = [prose(i, 200)[:1000] for i in range(60)]
     for i, text in enumerate(docs):
         (tmp_path / f"{i}.md").write_text(text, newline="")
-    for fraction in (1e-9, 0.3, 0.99):
-        out = tmp_path / f"out_{fraction}"
-        assert run(tmp_path, "--out", out, "--tokenizer", vocabulary, "--val_fraction", fraction) == 0
-        train, val = documents(out, "train"), documents(out, "val")
-        assert train and val and sorted("".join(train + val)) == sorted("".join(docs))
-        assert sum(split["bytes"] for split in meta_of(out)["splits"].values()) == sum(map(len, docs))
+    assert run(tmp_path, "--out", tmp_path / "out", "--tokenizer", vocabulary, "--val_fraction", 0.25) == 0
+    val, train = held_and_trained(tmp_path / "out")
+    assert {*val} | {*train} == {*docs} and 5 < len(val) < 30
     assert run(tmp_path, "--out", tmp_path / "no_val", "--tokenizer", vocabulary, "--val_fraction", 0) == 0
-    assert documents(tmp_path / "no_val", "train") == docs and "val" not in meta_of(tmp_path / "no_val")["splits"]
+    assert {*documents(tmp_path / "no_val", "train")} == {*docs}
+    assert "val" not in meta_of(tmp_path / "no_val")["splits"]
+
+
+@pytest.mark.parametrize("n, words, fraction", [(1, 9, 0.01), (1, 50, 0.1), (1, 250, 0.001), (5, 200, 1e-9),
+                                                (4, 1500, 0.01)])
+def test_too_little_for_its_share(tmp_path, vocabulary, capsys, n, words, fraction):
+    """Where nothing would be held out, or all: another share is, it is said, and given by hand it gives the same."""
+    for i in range(n):
+        (tmp_path / f"{i}.md").write_text(prose(i, words), newline="")
+    argv = [tmp_path, "--tokenizer", vocabulary, "--val_fraction"]
+    assert run(*argv, fraction, "--out", tmp_path / "out") == 0
+    val, train = held_and_trained(tmp_path / "out")
+    assert val and train and sorted("".join(val + train)) == sorted("".join(prose(i, words) for i in range(n)))
+    share = re.search(r"too few, or too short, .*: ([0-9.]+) of the text.*\n.*--val_fraction ([0-9.]+) or",
+                      capsys.readouterr().out)
+    if share[1] != "0.5":
+        assert run(*argv, share[2], "--out", tmp_path / "again") == 0
+        assert "too few" not in capsys.readouterr().out
+        assert held_and_trained(tmp_path / "again") == (val, train)
 
 
 @pytest.mark.parametrize("data", [b"", b"a"])

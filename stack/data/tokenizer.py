@@ -37,7 +37,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -101,15 +101,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of a text. The names of special tokens are text like any other unless special=True."""
-        if not special:
-            return self.encode_to_numpy(text).tolist()
-        ids, names = [], sorted(self.special_ids, key=len, reverse=True)  # the longest wins where one begins another
-        for i, part in enumerate(re.split(f"({'|'.join(map(re.escape, names))})", text)):  # text, name, text, ...
-            ids += [self.special_ids[part]] if i % 2 else self.encode(part)
-        return ids
+        return self.encode_to_numpy(text, tuple(self.special_ids) if special else ()).tolist()
 
-    def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Ids of a text as uint32, without the detour through a list; special names are text. Releases the GIL."""
+    def encode_to_numpy(self, text: str, special: tuple[str, ...] = ()) -> np.ndarray:
+        """Ids of a text as uint32, without the detour through a list; names are text but for those in `special`.
+        Releases the GIL."""
+        if special:
+            names_and_texts = enumerate(special_pattern(special).split(text))  # text, name, text, ...
+            return np.concatenate([np.array([self.special_ids[part]], np.uint32) if i % 2 else
+                                   self.encode_to_numpy(part) for i, part in names_and_texts])
         if self.nfc:
             text = unicodedata.normalize("NFC", text)
         try:
@@ -123,7 +123,8 @@ class Tokenizer:
             raise RuntimeError(f"tiktoken panicked on a text of {len(text):,} characters: {error}") from None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def encode_documents(self, texts: Iterable[str], workers: int | None = None) -> Iterator[np.ndarray]:
+    def encode_documents(self, texts: Iterable[str], workers: int | None = None, special: tuple[str, ...] = ()
+                         ) -> Iterator[np.ndarray]:
         """encode_to_numpy of every text, in order, by a pool of threads; texts are read only a few groups ahead.
 
         The ids do not depend on workers. An error in a document ends the iteration and says which one it was.
@@ -135,7 +136,7 @@ class Tokenizer:
             out = []
             for i, text in group:
                 try:
-                    out.append(self.encode_to_numpy(text))
+                    out.append(self.encode_to_numpy(text, special))
                 except Exception as error:
                     raise RuntimeError(f"document {i} (counted from 0) cannot be encoded: {error}") from error
             return out
@@ -305,6 +306,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         print(f"tokenizer: this text has pairs to merge for {tokenizer.vocab_size} ids only, {vocab_size} were asked "
               f"for; the vocabulary is {tokenizer.vocab_size}.", file=sys.stderr)
     return tokenizer
+
+
+@cache
+def special_pattern(names: tuple[str, ...]) -> re.Pattern:
+    """Finds any of the names, the longest where one begins another."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})")
 
 
 def cut(chunks: Iterable[str], size: int) -> Iterator[str]:

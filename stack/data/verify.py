@@ -1,10 +1,13 @@
 """What a data set holds: a summary for people, every checksum, one document."""
 
 import os
+import shlex
 import sys
+from collections import Counter
 
 import numpy as np
 
+from stack.data.parts import SHORT_LINE
 from stack.data.shards import fingerprint_data, read_header, read_listed, read_meta, token_blocks, verify_shard
 from stack.data.tokenizer import Tokenizer
 from stack.data.writer import Mixture
@@ -25,6 +28,27 @@ def left_out(sources):
     kinds = ("duplicates", "empty", "filtered", "bad")
     said = ", ".join(f"{n:,} {kind}" for kind in kinds if (n := sum(source.get(kind, 0) for source in sources)))
     return f"; left out: {said}" if said else ""
+
+
+def said_of_text(sources) -> list[str]:
+    """What of the text stands in val as well, and what became of the names of special tokens in it."""
+    total, special, text = Counter(), Counter(), Counter()
+    for source in sources:
+        total.update({key: source.get(key, 0) for key in ("in_val", "shared_lines")})
+        special.update(source.get("specials", {}))
+        text.update(source.get("looks", {}))
+    lines = []
+    if total["in_val"]:
+        lines.append(f"  {total['in_val']:,} documents stand in val as well and are left out of train")
+    if total["shared_lines"]:
+        lines.append(f"  {total['shared_lines']:,} lines of train, {SHORT_LINE} characters or longer, stand in val too")
+    if special:
+        lines.append(f"  special tokens in the text: {', '.join(f'{n:,} {name}' for name, n in special.items())}")
+    if text:
+        lines.append(f"  {text.total():,} strings look like special tokens and are text: "
+                     f"{', '.join(f'{n:,} {name}' for name, n in text.items())}")
+        lines.append(f"    to have them read as such: --special {' '.join(map(shlex.quote, text))}")
+    return lines
 
 
 def summary(folder):
@@ -52,6 +76,7 @@ def summary(folder):
                       f"    Split long documents, or make the set {longest / max(1, certain):.1f} times as large."]
         lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
                   for name in mixture["ended_with"]]
+    lines += said_of_text(meta["sources"])
     if meta["not_remembered"]:
         lines.append(f"  {meta['not_remembered']:,} documents were too many to be remembered as possible duplicates")
     if "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:

@@ -4,8 +4,8 @@
 its state is small.  save() writes it to progress.json when what it speaks of is on disk; a new Output cuts the files
 back to what the state says, whatever a kill left behind, and goes on to the same bytes.
 
-*Split.*  A document is in val if its hash is among the lowest val_fraction of all 64-bit numbers, so more text never
-moves one between train and val.  Where state["tail"] is set, val is the text from that byte on instead.
+*Split.*  Which text is held out is decided before it comes here (parts.py).  Where val is a set of its own, its sources
+are written first, and documents that stand in it are dropped from the others.
 
 *Duplicates.*  A document whose hash was seen before, in any source, is dropped.  Up to Seen.LIMIT documents are
 remembered (270 MB; twice that for a moment, when they are sorted); later ones are compared with those, but not
@@ -34,11 +34,13 @@ SAVE_SECONDS = 10  # between two records of progress
 
 
 def fresh(command):
-    source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "duplicates": 0}
+    source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "duplicates": 0,
+              "in_val": 0, "shared_lines": 0, "specials": {}, "looks": {}}
     split = {"shards": [], "tokens": 0}  # tokens: of the shard that is being filled
-    return {"command": command, "tokenizer": None, "tail": None, "ended": False,
+    sources = [{**source, "val": key == "val"} for key in ("sources", "val") for _ in command.get(key, ())]
+    return {"command": command, "tokenizer": None, "ended": False, "share": None, "longest": 0,
             "documents": 0, "tokens": 0, "bytes": 0, "seen": [0, 0], "bins": None, "mixture": None,
-            "sources": [dict(source) for _ in command["sources"]], "splits": {"train": split, "val": dict(split)}}
+            "sources": sources, "splits": {"train": split, "val": dict(split)}}
 
 
 def start(folder, command):
@@ -102,11 +104,12 @@ def clean(folder, *patterns):
 
 
 def next_source(records, weights):
-    """In the order given; of a mixture, the one with the fewest training tokens for its weight, until one ends."""
+    """Those of val, then in the order given; of a mixture, the one with the fewest training tokens for its weight,
+    until one ends."""
     still = [i for i, record in enumerate(records) if not record["done"]]
-    if weights is None:
-        return still[0] if still else None
-    return min(still, key=lambda i: records[i]["train"] / weights[i]) if len(still) == len(records) else None
+    if weights is None or still and records[still[-1]].get("val"):  # those of val stand behind the others
+        return min(still, key=lambda i: not records[i].get("val"), default=None)
+    return min(still, key=lambda i: records[i]["train"] / weights[i]) if len(still) == len(weights) else None
 
 
 def interleaved(readers, streams, records, weights):
@@ -121,39 +124,43 @@ def interleaved(readers, streams, records, weights):
 
 
 class Output:
-    """Where documents go.  job: folder, sources, weights, val_fraction, max_tokens, max_bytes, shard_tokens."""
+    """Where documents go.  job: folder, sources, weights, special, max_tokens, max_bytes, shard_tokens.
 
-    def __init__(self, job, tokenizer, state):
-        self.job, self.state, self.tokenizer = job, state, tokenizer
+    val_keys: hashes of the documents of a validation set of its own.
+    """
+
+    def __init__(self, job, tokenizer, state, val_keys=frozenset()):
+        self.job, self.state, self.tokenizer, self.val_keys = job, state, tokenizer, val_keys
         self.splits = {name: Split(job, name, tokenizer, kept) for name, kept in state["splits"].items()}
         self.seen, self.mixture = Seen(job.folder / "seen.bin", *state["seen"]), Mixture(job.weights, state["bins"])
         self.lengths, self.boundary = tokenizer.token_bytes(), np.array([tokenizer.boundary_id], np.uint32)
-        self.val_below = int(job.val_fraction * 2**64)
         self.full, self.saved = False, 0.0  # full: max_tokens or max_bytes is reached
         self.is_new, self.in_split = True, None  # of the document that is being written
 
-    def take(self, i, piece):
-        """Write a piece of a document of source i, unless the document is a duplicate."""
-        if piece.first:
-            self.is_new, self.in_split = self.seen.add(piece.key), None
-            self.state["sources"][i]["duplicates"] += not self.is_new
+    def take(self, i, part):
+        """Write a part of a document of source i, unless the document is a duplicate."""
+        record = self.state["sources"][i]
+        if part.first:
+            in_val = not record["val"] and part.key in self.val_keys
+            self.is_new, self.in_split = not in_val and self.seen.add(part.key), None
+            record["in_val" if in_val else "duplicates"] += not self.is_new
         if not self.is_new:
             return
-        ids, ends, room = piece.ids, np.cumsum(self.lengths[piece.ids]), len(piece.ids) + 1  # + 1: this is not the end
+        ids, ends, room = part.ids, np.cumsum(self.lengths[part.ids]), len(part.ids) + 1  # + 1: this is not the end
         if self.job.max_tokens:
-            room = min(room, max(0, self.job.max_tokens - self.state["tokens"] - piece.first))  # first: the boundary
+            room = min(room, max(0, self.job.max_tokens - self.state["tokens"] - part.first))  # first: the boundary
         if self.job.max_bytes:
             allowed = int(np.searchsorted(ends, self.job.max_bytes - self.state["bytes"], "right"))
             room = min(room, allowed + (allowed == len(ids)))
         self.full, ids = room <= len(ids), ids[:room]
-        if self.state["tail"] is None:
-            return self.put(i, "val" if piece.key < self.val_below else "train", ids)
-        at = int(np.searchsorted(ends[:len(ids)], self.state["tail"] - self.state["bytes"], "right"))
-        if at:  # up to the end of that line, if it is near
-            near = [self.tokenizer.decode_bytes([id]).endswith(b"\n") for id in ids[:-1][at - 1:at + 199].tolist()]
-            at += near.index(True) if True in near else 0
-        self.put(i, "train", ids[:at])
-        self.put(i, "val", ids[at:])
+        for name in self.job.special:
+            if n := int(np.count_nonzero(ids == self.tokenizer.special_ids[name])):
+                record["specials"][name] = record["specials"].get(name, 0) + n
+        for name, n in part.looks.items():
+            record["looks"][name] = record["looks"].get(name, 0) + n
+        record["shared_lines"] += part.shared
+        self.state["longest"] = max(self.state["longest"], part.length)
+        self.put(i, "val" if part.val else "train", ids)
 
     def put(self, i, name, ids):
         if not len(ids):
@@ -187,8 +194,8 @@ class Output:
         for split in self.splits.values():
             if split.n_tokens:
                 split.finish_shard()
-        names = [source.source for source in self.job.sources]
-        ends = [name for name, record in zip(names, self.state["sources"], strict=True) if record["done"]]
+        names = [source.source for source in self.job.sources[:len(self.job.recipe)]]
+        ends = [name for name, record in zip(names, self.state["sources"], strict=False) if record["done"]]
         self.state.update(ended=True, mixture=self.mixture.report(names, ends))
         self.save()
         for file in (self.seen.file, *(split.file for split in self.splits.values())):
