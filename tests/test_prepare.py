@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import prepare
-from stack.data import writer
+from stack.data import sources, writer
 from stack.data.batches import TokenData
 from stack.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -299,6 +299,98 @@ def test_too_little_text(tmp_path, vocabulary, capsys, data):
         assert "too little for train and val" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
 
 
+# ---- a validation set of one's own
+
+
+def lines(folder, name, texts):
+    (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder / name
+
+
+def test_a_validation_set_of_ones_own(tmp_path, vocabulary, capsys):
+    """val is what --val names and nothing else; its documents are left out of training, its lines there are counted."""
+    docs, common = [prose(i, 40) for i in range(50)], "a line of forty characters that comes in both sets\n"
+    own = [*docs[:7], prose("own", 30), common + "x", prose("own", 30)]
+    argv = [lines(tmp_path, "a.jsonl", [*docs, common + "y"]), "--val", lines(tmp_path, "own.jsonl", own[:5]),
+            lines(tmp_path, "more.jsonl", own[5:]), "--tokenizer", vocabulary, "--out", tmp_path / "out"]
+    assert run(*argv) == 0
+    said, meta = capsys.readouterr().out, meta_of(tmp_path / "out")
+    assert documents(tmp_path / "out", "val") == own[:-1]
+    assert documents(tmp_path / "out", "train") == [*docs[7:], common + "y"]
+    assert "7 documents stand in val as well and are left out of train" in said
+    assert "1 lines of train, 40 characters or longer, stand in val too" in said
+    train, *vals = meta["sources"]
+    assert (train["val"], train["in_val"], train["duplicates"], train["shared_lines"]) == (False, 7, 0, 1)
+    assert [(val["val"], val["in_val"], val["duplicates"]) for val in vals] == [(True, 0, 0), (True, 0, 1)]
+    assert meta["split_rule"] == "val"
+    assert run(*argv) == 0 and "nothing to do" in capsys.readouterr().out
+    lines(tmp_path, "own.jsonl", own[:4])
+    assert run(*argv) == 2 and "names, sizes or dates" in capsys.readouterr().err
+
+
+def test_the_tokenizer_learns_nothing_of_val(tmp_path):
+    """Neither of the validation set nor of what stands in it."""
+    strange, docs = " ".join(["zq" * 9] * 40), [prose(i, 40) for i in range(30)]
+    for name, own, rest in (("with", [strange], [*docs, strange]), ("without", [prose("own", 5)], docs)):
+        assert run(lines(tmp_path, "a.jsonl", rest), "--val", lines(tmp_path, "own.jsonl", own), "--vocab_size", 300,
+                   "--out", tmp_path / name) == 0
+    assert (tmp_path / "with/tokenizer.json").read_bytes() == (tmp_path / "without/tokenizer.json").read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+def test_a_killed_run_with_val_and_special(tmp_path, vocabulary):
+    """A mixture, a validation set and special tokens are continued to the same bytes."""
+    path = recipe(tmp_path, (2, 1), (20, 30), "max_tokens = 40_000\nspecial = ['<|end|>']")
+    own = lines(tmp_path, "own.jsonl", [prose((0, n), 20) + "<|end|>" * (n % 2) for n in range(300)])
+    argv = [str(path), "--val", str(own), "--tokenizer", str(vocabulary), "--shard_tokens", "9000", "--out"]
+    assert run(*argv, tmp_path / "straight") == 0
+    meta = meta_of(tmp_path / "straight")
+    assert [source["specials"] for source in meta["sources"]] == [{}, {}, {"<|end|>": 150}]
+    assert meta["sources"][0]["in_val"] > 20 and len(meta["mixture"]["shares"]) == 2
+    assert len(documents(tmp_path / "straight", "val")) == 300
+    for n in (2, 5, 9):
+        assert killed_at("replace", n, [*argv, str(tmp_path / f"k{n}")])
+        assert run(*argv, tmp_path / f"k{n}") == 0
+        assert contents(tmp_path / f"k{n}") == contents(tmp_path / "straight")
+
+
+# ---- special tokens
+
+
+def test_special_tokens_by_consent(tmp_path, vocabulary, capsys, monkeypatch):
+    """Those that are named are read as tokens, also over the ends of pieces; the others are text; all are counted."""
+    monkeypatch.setattr(sources, "PIECE", 50)
+    text = "".join(f"<|user|>question {i}<|end|><|assistant|>answer<|end|>" for i in range(30))
+    (tmp_path / "a.txt").write_text(text)
+    tokenizer, argv = Tokenizer.load(vocabulary), [tmp_path / "a.txt", "--tokenizer", vocabulary, "--val_fraction", 0]
+    assert run(*argv, "--special", "<|user|>", "<|end|>", "--out", tmp_path / "some") == 0
+    said, ids = capsys.readouterr().out, read_shards(tmp_path / "some", "train")
+    assert "special tokens in the text: 60 <|end|>, 30 <|user|>" in said
+    assert "30 strings look like special tokens and are text: 30 <|assistant|>\n" in said
+    assert "--special '<|assistant|>'" in said
+    counts = {name: int(np.count_nonzero(ids == i)) for name, i in tokenizer.special_ids.items()}
+    assert {name: n for name, n in counts.items() if n} == {"<|endoftext|>": 1, "<|user|>": 30, "<|end|>": 60}
+    assert documents(tmp_path / "some", "train") == [text]
+    assert meta_of(tmp_path / "some")["splits"]["train"]["bytes"] == len(text) - 30 * len("<|user|><|end|><|end|>")
+    assert run("verify", tmp_path / "some") == 0
+    assert run(*argv, "--out", tmp_path / "none") == 0
+    assert "strings look like special tokens and are text: " in capsys.readouterr().out
+    assert np.count_nonzero(read_shards(tmp_path / "none", "train") >= tokenizer.boundary_id) == 1
+    assert run(*argv, "--special", "<|usr|>", "--out", tmp_path / "wrong") == 2
+    assert "--special <|usr|>: the tokenizer has no such token.\n  It has <|endoftext|>" in capsys.readouterr().err
+    assert run(*argv, "--special", "<|user|>", "--out", tmp_path / "some") == 2
+    assert "options special" in capsys.readouterr().err
+
+
+def test_a_trained_tokenizer_does_not_learn_the_names(tmp_path):
+    """What is read as a token is no text to learn merges from."""
+    text = "".join(f"<|user|>a{i % 7}<|end|>" for i in range(300))
+    (tmp_path / "a.txt").write_text(text)
+    for name, extra in (("read", ["--special", "<|user|>", "<|end|>"]), ("text", [])):
+        assert run(tmp_path / "a.txt", "--vocab_size", 270, "--val_fraction", 0, "--out", tmp_path / name, *extra) == 0
+    assert b"<|" not in Tokenizer.load(tmp_path / "read").ranks and b"<|" in Tokenizer.load(tmp_path / "text").ranks
+
+
 # ---- death and continuation
 
 
@@ -387,6 +479,48 @@ def test_finished_is_finished(tmp_path, corpus, vocabulary, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("x")
     assert run(corpus, "--out", tmp_path / "mine") == 2 and "notes" in capsys.readouterr().err
+
+
+def test_what_made_a_set_is_part_of_it(tmp_path, corpus, vocabulary, capsys, monkeypatch):
+    """Other code or another version of the tokenizer: never "nothing to do", and never half of a set of each; comments
+    and docstrings are no code."""
+    argv = arguments(corpus, vocabulary, tmp_path / "out")
+    assert run(*argv) == 0
+    before, real = contents(tmp_path / "out"), prepare.version
+    source = (ROOT / "stack/data/filters.py").read_text(encoding="utf-8")
+    same = [source.replace("def keep_web", "# more\n\n\ndef keep_web"), source + "\n# an end\n",
+            source.replace('"""The quality filters', '"""Other words for the filters'), source.replace("Prose:", "Text:")]
+    others = [source.replace("50 <= len(words)", "51 <= len(words)"), source.replace('"web": keep_web, ', ""),
+              source.replace(r"\$", r"\$ ")]
+    bare = prepare.bare_code(source)
+    assert [prepare.bare_code(text) == bare for text in same] == [True, True, True, True]
+    assert all(text != source for text in same + others)
+    assert [prepare.bare_code(text) == bare for text in others] == [False, False, False]
+
+    def other_version(name):
+        return "0.0.1" if name == "tiktoken" else real(name)
+
+    def other_code(source):
+        return bare + "x"
+    for name, function, words in (("version", other_version, rf"tiktoken {real('tiktoken')} then, 0\.0\.1 now"),
+                                  ("bare_code", other_code, "the code in stack/data or prepare.py")):
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, name, function)
+            capsys.readouterr()
+            assert run(*argv) == 0
+            said = capsys.readouterr().out
+            assert "nothing to do" not in said and re.search(words, said) and f"delete {tmp_path / 'out'}" in said
+            assert contents(tmp_path / "out") == before
+        unfinished = arguments(corpus, vocabulary, tmp_path / name)
+        if hasattr(os, "fork"):
+            assert killed_at("fsync", 20, unfinished)
+            half = contents(tmp_path / name)
+            with monkeypatch.context() as patch:
+                patch.setattr(prepare, name, function)
+                assert run(*unfinished) == 2 and re.search(words, capsys.readouterr().err)
+            assert contents(tmp_path / name) == half
+            assert run(*unfinished) == 0 and contents(tmp_path / name) == before
+    assert run(*argv) == 0 and "nothing to do" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
@@ -647,6 +781,8 @@ def test_show_and_verify(tmp_path, corpus, vocabulary, capsys, monkeypatch):
     (["stdlib", "--tokenizer", "no_such_encoding"], "no encoding 'no_such_encoding'"),
     (["stdlib", "--tokenizer", "no/such/file.json"], "no/such/file.json not found"),
     (["stdlib", "--val_fraction", "1"], "--val_fraction 1.0 must be"),
+    (["stdlib", "--val", "b.txt", "--val_fraction", "0.1"], "--val names texts of its own"),
+    (["stdlib", "--special", "<|no|>"], "has no such token"),
     (["stdlib", "--workers", "0"], "--workers 0 is out of range"),
     (["stdlib", "--shard_tokens", "4e9"], "--shard_tokens 4000000000 is out of range"),
     (["stdlib", "--max_token", "5"], "unrecognized arguments: --max_token"),
@@ -662,6 +798,24 @@ def test_mistakes_on_the_command_line(tmp_path, capsys, monkeypatch, argv, words
     said = capsys.readouterr().err
     assert code == 2 and words in said and "Traceback" not in said
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_the_home_folder(tmp_path, vocabulary, monkeypatch):
+    """~ is the user's home in every path, as a shell expands it where it can."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "own"):
+        lines(tmp_path, f"{name}.jsonl", [prose((name, i), 20) for i in range(9)])
+    os.rename(vocabulary, tmp_path / "words.json")
+    try:
+        assert run("~/a.jsonl", "--val", "~/own.jsonl", "--tokenizer=~/words.json", "--out=~/data/x") == 0
+    finally:
+        os.rename(tmp_path / "words.json", vocabulary)
+    assert len(documents(tmp_path / "data/x", "train")) == len(documents(tmp_path / "data/x", "val")) == 9
+    (tmp_path / "data_mix.py").write_text("sources = [dict(source='hf:~/texts', weight=1)]\nval = ['~/own.jsonl']")
+    args = prepare.parse_args(["~/data_mix.py"])
+    assert args.recipe[0]["source"] == f"hf:{tmp_path}/texts" and args.val == [f"{tmp_path}/own.jsonl"]
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_bad_byte_leaves_nothing_in_the_way(tmp_path, vocabulary, capsys):

@@ -43,10 +43,10 @@ def said_of_text(sources) -> list[str]:
     if total["shared_lines"]:
         lines.append(f"  {total['shared_lines']:,} lines of train, {SHORT_LINE} characters or longer, stand in val too")
     if special:
-        lines.append(f"  special tokens in the text: {', '.join(f'{n:,} {name}' for name, n in special.items())}")
+        lines.append(f"  special tokens in the text: {', '.join(f'{n:,} {name}' for name, n in special.most_common())}")
     if text:
         lines.append(f"  {text.total():,} strings look like special tokens and are text: "
-                     f"{', '.join(f'{n:,} {name}' for name, n in text.items())}")
+                     f"{', '.join(f'{n:,} {name}' for name, n in text.most_common())}")
         lines.append(f"    to have them read as such: --special {' '.join(map(shlex.quote, text))}")
     return lines
 

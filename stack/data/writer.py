@@ -35,9 +35,10 @@ SAVE_SECONDS = 10  # between two records of progress
 
 def fresh(command):
     source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "duplicates": 0,
-              "in_val": 0, "shared_lines": 0, "specials": {}, "looks": {}}
+              "in_val": 0, "shared_lines": 0}
     split = {"shards": [], "tokens": 0}  # tokens: of the shard that is being filled
-    sources = [{**source, "val": key == "val"} for key in ("sources", "val") for _ in command.get(key, ())]
+    sources = [{**source, "val": key == "val", "specials": {}, "looks": {}}
+               for key in ("sources", "val") for _ in command.get(key, ())]
     return {"command": command, "tokenizer": None, "ended": False, "share": None, "longest": 0,
             "documents": 0, "tokens": 0, "bytes": 0, "seen": [0, 0], "bins": None, "mixture": None,
             "sources": sources, "splits": {"train": split, "val": dict(split)}}
