@@ -95,13 +95,13 @@ def test_training_stops_before_counts_overflow(monkeypatch):
 
 
 @pytest.fixture
-def given(monkeypatch):
+def trained_on(monkeypatch):
     """The texts that rustbpe's trainer got last."""
     texts, trainer = [], rustbpe.Tokenizer
 
     class Recording:
-        def train_from_iterator(self, given, *args, **settings):
-            self.trainer, texts[:] = trainer(), given
+        def train_from_iterator(self, slices, *args, **settings):
+            self.trainer, texts[:] = trainer(), slices
             self.get_mergeable_ranks = self.trainer.get_mergeable_ranks
             self.trainer.train_from_iterator(iter(texts), *args, **settings)
     monkeypatch.setattr(rustbpe, "Tokenizer", Recording)
@@ -115,13 +115,13 @@ def unspaced(seed, n):
             for _ in range(n)]
 
 
-def test_training_on_any_text_is_bounded(given, monkeypatch, capsys):
+def test_training_on_any_text_is_bounded(trained_on, monkeypatch, capsys):
     """rustbpe gets no more different pieces than MAX_PIECES: the same part of a text in any order, and all of one that
     has not so many."""
     monkeypatch.setattr(tokenizer_module, "MAX_PIECES", 30_000)
     spaced = [" ".join(random.Random(i).choices(CORPUS[0].split(), k=3000)) for i in range(20)]  # few words, 300 kB
     train_tokenizer(spaced, 400)
-    assert sorted(given) == sorted(part for text in spaced for part in cut([text], tokenizer_module.SLICE))
+    assert sorted(trained_on) == sorted(part for text in spaced for part in cut([text], tokenizer_module.SLICE))
     assert "random" not in capsys.readouterr().err
     hard = {"no spaces": unspaced(1, 60),  # 200 kB each
             "words": [" ".join("".join(random.Random(f"{i} {j}").choices("abcdefgh", k=8)) for j in range(300))
@@ -130,16 +130,16 @@ def test_training_on_any_text_is_bounded(given, monkeypatch, capsys):
     for name, texts in hard.items():
         one = train_tokenizer(texts, 300)
         assert "trained on a random 1/" in capsys.readouterr().err, name
-        pieces = {piece for text in given for piece in regex.findall(PATTERN, text)}
+        pieces = {piece for text in trained_on for piece in regex.findall(PATTERN, text)}
         assert 0 < sum(len(piece.encode()) for piece in pieces) < 1.2 * 30_000, name  # 1.2: of words some begin lines
         assert train_tokenizer(texts[::-1], 300).fingerprint == one.fingerprint
 
 
-def test_training_on_degenerate_documents_is_done_in_slices(given):
+def test_training_on_degenerate_documents_is_done_in_slices(trained_on):
     """Of which none is long: rustbpe's steps grow with the square of a piece without spaces."""
     letters = "".join(random.Random(0).choices("ACGT", k=300_000))  # one word of 300,000 letters
     train_tokenizer(["a" * 1_000_000, " " * 1_000_000, "1" * 1_000_000, "\0" * 1_000_000, letters], 1000)
-    assert len(given) > 10 and max(map(len, given)) <= tokenizer_module.SLICE <= 1 << 14
+    assert len(trained_on) > 10 and max(map(len, trained_on)) <= tokenizer_module.SLICE <= 1 << 14
 
 
 # ---- text to ids to text
