@@ -489,7 +489,7 @@ def test_what_made_a_set_is_part_of_it(tmp_path, corpus, vocabulary, capsys, mon
     before, real = contents(tmp_path / "out"), prepare.version
     source = (ROOT / "stack/data/filters.py").read_text(encoding="utf-8")
     same = [source.replace("def keep_web", "# more\n\n\ndef keep_web"), source + "\n# an end\n",
-            source.replace('"""The quality filters', '"""Other words for the filters'), source.replace("Prose:", "Text:")]
+            source.replace('"""The quality filters', '"""Other words for them'), source.replace("Prose:", "Text:")]
     others = [source.replace("50 <= len(words)", "51 <= len(words)"), source.replace('"web": keep_web, ', ""),
               source.replace(r"\$", r"\$ ")]
     bare = prepare.bare_code(source)
