@@ -3,6 +3,7 @@
     sources.py    where documents come from: files, folders, Hugging Face; FORMATS has a line for each kind of file
     filters.py    which of them are kept: web, code, math
     tokenizer.py  byte-level BPE: trained by rustbpe, run by tiktoken
+    parts.py      what of them is held out; special tokens by consent
     writer.py     documents to shards: interleaved, deduplicated, restartable
     shards.py     token files and meta.json: written, read, checked
     verify.py     what a set holds: its summary, every checksum, one document

@@ -202,16 +202,23 @@ def read_meta(data_dir: str | Path) -> dict:
     return meta
 
 
-def _foreign_meta(folder):
-    splits = {}
+def foreign_shards(folder: Path) -> Iterator[tuple[Path, str, Header]]:
+    """(path, split, header) of llm.c's shards, in a folder without meta.json; bare tokens (nanoGPT's) are refused."""
+    if (folder / "meta.json").exists():
+        return
     for path in sorted(folder.glob("*.bin"), key=lambda path: natural(path.name)):
         match = re.search(r"(?:^|_)(train|val)(?:_\d+)?\.bin$", path.name)
-        if not match or (header := read_header(path)).fingerprint:  # ours without meta.json: prepare.py did not finish
-            continue
+        if match and not (header := read_header(path)).fingerprint:  # else ours: prepare.py did not finish
+            yield path, match[1], header
+
+
+def _foreign_meta(folder):
+    splits = {}
+    for path, split, header in foreign_shards(folder):
         raw, end = np.memmap(path, mode="r"), 1 << 16  # no checksum: both ends tell files apart, all would take minutes
         ends = bytes(raw[:end]) + bytes(raw[max(HEADER_BYTES, len(raw) - end):])
         checksum = hashlib.blake2b(ends, digest_size=8).hexdigest()
-        splits.setdefault(match[1], []).append({"file": path.name, "tokens": header.n_tokens, "checksum": checksum})
+        splits.setdefault(split, []).append({"file": path.name, "tokens": header.n_tokens, "checksum": checksum})
     if not splits:
         raise FileNotFoundError(f"{folder} has no meta.json, and no llm.c shards (*_train_*.bin, *_val_*.bin) either.\n"
                                 f"  Make it, or finish making it: python prepare.py stdlib --out {folder}")

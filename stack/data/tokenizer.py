@@ -42,7 +42,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stack.data.shards import whole_file
+from stack.data.shards import foreign_shards, whole_file
 
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
            r"|\s+(?!\S)|\s+")
@@ -228,7 +228,7 @@ class Tokenizer:
         """Read a file that save() wrote, or tokenizer.json of a folder; a folder of llm.c's shards has GPT-2's."""
         path = Path(path, FILE_NAME) if os.path.isdir(path) else Path(path)
         if not path.is_file():
-            if any(path.parent.glob("*_train*.bin")) and not (path.parent / "meta.json").exists():
+            if any(foreign_shards(path.parent)):
                 return Tokenizer.from_tiktoken("gpt2")
             raise FileNotFoundError(f"{path} not found.\n  A data set's or a run's folder is needed. Make a data set "
                                     "with: python prepare.py SOURCE --out data/NAME")

@@ -11,8 +11,10 @@ import regex
 import rustbpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_shards import write_foreign
 
 from stack.data import tokenizer as tokenizer_module
+from stack.data.shards import read_meta
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer, cut, replace_surrogates, train_tokenizer
 
 CORPUS = [
@@ -415,11 +417,17 @@ def test_tiktokens_own_encodings_keep_their_ids(tmp_path, monkeypatch):
         Tokenizer.from_tiktoken("gtp2")
 
 
-def test_a_folder_of_llm_c_shards_has_gpt2s_tokenizer(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["fineweb_train_000001.bin", "train.bin", "tiny_shakespeare_val.bin"])
+def test_a_folder_of_llm_c_shards_has_gpt2s_tokenizer(tmp_path, monkeypatch, name):
+    """By the names under which its shards are read; bare tokens, as nanoGPT writes them, are refused as such."""
     import tiktoken.registry
     monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": _toy_encoding})
-    (tmp_path / "fineweb_train_000001.bin").write_bytes(b"")
-    assert Tokenizer.load(tmp_path).boundary_id == 257
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / name)
+    for read in (Tokenizer.load, read_meta):
+        with pytest.raises(ValueError, match=rf"{name} starts with .*\n?.*Bare tokens \(nanoGPT's\)"):
+            read(tmp_path)
+    write_foreign(tmp_path / name, range(40))
+    assert Tokenizer.load(tmp_path).boundary_id == 257 and read_meta(tmp_path)["vocab_size"] == 50257
     (tmp_path / "meta.json").write_text("{}")  # a set of ours that lost its tokenizer is no such folder
     with pytest.raises(FileNotFoundError, match="tokenizer.json not found"):
         Tokenizer.load(tmp_path)
