@@ -78,8 +78,8 @@ class File:
         binary = b"\0" in head or len(head.decode("utf-8", "ignore").encode()) < len(head) - 3
         for (at, mark), what in {**PLAIN_SIGNATURES, **(SIGNATURES if binary else {})}.items():
             if head.startswith(mark, at) and what != EXPECTED.get(self.kind):
-                raise BadFile(f"{self.where} is {what}, and not what its name says.\n  Give it the name of what it is, "
-                              "if that is among what is read, or leave it out.")
+                raise BadFile(f"{self.where} is {what}, which is no {self.kind if self.kind in EXPECTED else 'text'}.\n"
+                              "  Give it the name of what it is, if that is among what is read, or leave it out.")
         if text and (encoding := wide_encoding(head)):
             raise BadFile(f"{self.where}: {encoding} from byte 0 on; UTF-8 is needed.\n"
                           f"  Convert it with: iconv -f {encoding} -t UTF-8 OLD > NEW")

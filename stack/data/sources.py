@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ HOLD = 1 << 24  # bytes of one file kept while its hash is taken; longer files a
 NOTES = 10  # broken records named in the report of --skip_bad, per source; all are counted
 HUB_SECONDS = 10  # to wait for the first answer of Hugging Face
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # waits between attempts to go on with an interrupted stream
+NO_RECORD = ("has no key", "is not an object")  # what the settings of some program look like
 COMMIT = re.compile("[0-9a-f]{40}")
 BOUNDARY_LINE = re.compile(rf"^{re.escape(BOUNDARY)}\r?$", re.MULTILINE)
 STATE_ROWS = 1000  # rows between two copies of a stream's state: a copy per row costs more than reading the row
@@ -128,7 +130,7 @@ def _no_file(path) -> str:
 
 def listed(counts: dict, before="", most=12) -> str:
     """3 .jpg (not known as text), 1 hidden: the most frequent ones"""
-    counts = Counter(counts).most_common()
+    counts = (+Counter(counts)).most_common()
     more = [(f"of {len(counts) - most} other kinds", sum(n for _, n in counts[most:]))] if counts[most:] else []
     return before + ", ".join(f"{n:,} {what}" for what, n in counts[:most] + more) if counts else ""
 
@@ -137,14 +139,13 @@ def _walk(folder: str, passed: dict):
     """The files in a folder that are read. Links are followed, after what is no link, into no folder twice."""
     def stop(error):  # os.walk says nothing about a folder that it may not enter
         raise error
-    met = set()
+    met = {_inode(above) for above in Path(os.path.abspath(folder)).resolve().parents}
     for root, folders, names in os.walk(folder, onerror=stop, followlinks=True):
-        here = os.stat(root)
-        if (here.st_dev, here.st_ino) in met:
+        if (here := _inode(root)) in met:
             passed[root] = "folder met before (a link)"
             folders.clear()
             continue
-        met.add((here.st_dev, here.st_ino))
+        met.add(here)
         passed |= {f"{root}/{name}": "hidden" for name in folders if formats.passed_over(name, ()) == "hidden"}
         folders[:] = sorted((name for name in folders if f"{root}/{name}" not in passed),
                             key=lambda name: (os.path.islink(f"{root}/{name}"), name))
@@ -154,6 +155,11 @@ def _walk(folder: str, passed: dict):
                 passed[path] = why
             else:
                 yield os.path.relpath(path, folder).replace(os.sep, "/")
+
+
+def _inode(path) -> tuple:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 def _is_stdlib(name: str) -> bool:
@@ -205,6 +211,7 @@ class Reader:
                 key, chunks = self._hash_text(record) if isinstance(record, str) else hash_file(record)
             except BadFile as error:
                 self._bad_file(error)
+                self.read[record.label] -= 1
                 continue
             pieces = cut(chunks, PIECE)
             begin = next(pieces, "")
@@ -228,7 +235,7 @@ class Reader:
                 unit, read = FORMATS.get(file.kind, WHOLE)
                 records, new, bad = self._sound(read(file, self.source.text_key, skip)), not skip, self.counts["bad"]
                 for record, text, why in records if file.size else ():
-                    if new and file.kind == ".json" and why.startswith("has no key") and self._is_found(file):
+                    if new and file.kind == ".json" and why.startswith(NO_RECORD) and self._is_found(file):
                         self.passed[f".json (no key {self.source.text_key!r})"] += 1  # settings of a program, say
                         new = False
                         break
@@ -239,7 +246,8 @@ class Reader:
                         self._bad(file.where, unit, record, why, (other for other, _, why in records if why))
                     else:
                         yield text
-                self.counts["empty"] += new and self.counts["bad"] == bad
+                if new and self.counts["bad"] == bad:
+                    self.counts["empty"] += 1
                 skip = 0
             self.before, self.file, first, skip = self.before + self.source.sizes[number], None, 0, 0
 
@@ -260,8 +268,9 @@ class Reader:
         """Not named, but in a folder or an archive with others."""
         return len(self.source.names) > 1 or file is not self.file
 
-    def _count_read(self, file, how, n=1):
-        self.read[f"{file.kind}{file.packing} {how}".lstrip()] += n
+    def _count_read(self, file, how):
+        file.label = f"{file.kind}{file.packing} {how}".lstrip()
+        self.read[file.label] += 1
 
     def _sound(self, records):
         """The records of a file, up to where it is damaged or turns out to be something else."""
@@ -290,10 +299,13 @@ class Reader:
                         state, rows = stream.state_dict(), 0
                     self.position, waits = (state, rows), list(RETRY_SECONDS)
                     if isinstance(text := formats.dig(row, key), str):
+                        self.read["rows"] += 1
                         yield text
                     elif "bytes" in row and "file" in row:  # of whole_files
-                        yield File(row["file"], "", lambda: io.BufferedReader(io.BytesIO(row["bytes"])),  # noqa: B023
-                                   self.errors, self.counts)
+                        file = File(row["file"], "", lambda: io.BufferedReader(io.BytesIO(row["bytes"])),  # noqa: B023
+                                    self.errors, self.counts)
+                        self._count_read(file, "files whole")
+                        yield file
                     else:
                         self._bad(self.source.source, "row with keys", ", ".join(row), f"has no text under {key!r}")
                 return
@@ -413,6 +425,9 @@ def open_hub(source: Source, commit: str = ""):
     if (commit and found != commit) or (trouble and COMMIT.fullmatch(asked) and found != asked):
         raise ValueError(f"{source.source} is {found} here; {commit or asked} is needed.\n  That is what the run began "
                          "with, or was asked for: bring it back, or start again in another folder.")
+    if lines and source.separator:
+        raise ValueError(f"{source.source} is a data set of text files, which are documents here.\n  To divide them by "
+                         "--separator copy the files here, and name their folder without hf:.")
     if lines:
         return stream, found
     if stream.features:

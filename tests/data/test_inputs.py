@@ -6,7 +6,7 @@ from forms import FORMS, write
 import prepare
 from stack.data.tokenizer import train_tokenizer
 
-CORPUS = [f"Document {i}: {'the river and the stone ' * (i % 7 + 1)}\r\n\u2028 \"quoted\", \té漢🙂\n" for i in range(40)]
+CORPUS = [f"Text {i}: {'the river and the stone ' * (i % 7 + 1)}\r\n\u2028 \"quoted\", \té漢🙂\n" for i in range(40)]
 
 
 @pytest.fixture(scope="module")
