@@ -35,6 +35,8 @@ from functools import partial
 CHUNK = 1 << 18  # bytes read from a file at a time
 MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memory whole, and several times over
 BATCH = 64  # rows of a table in memory
+MARK = "stack.data.formats"  # the name of a way to treat errors
+codecs.register_error(MARK, lambda error: ("\udcff", error.end))
 SPACE = re.compile(r"[\s,]*")
 JSON = re.compile(rb"\s*(\[\s*)?\{\s*\"[^\"\\\n]{0,200}\"\s*:")  # how JSON begins that holds records
 
@@ -87,8 +89,12 @@ class File:
             raise BadFile(f"{self.where} holds JSON, not text.\n  Name it .json or .jsonl, and the records in it are "
                           "read, or leave it out.")
 
-    def decode(self, data: bytes, final: bool, where="") -> str:
-        """The next bytes as text; final: a character that they do not complete is none."""
+    def decode(self, data: bytes, final: bool, where="", mark=False) -> str:
+        """The next bytes as text; final: a character that they do not complete is none.
+
+        mark: of text that is still to be divided bytes that are no UTF-8 become MARK, which the reader of the records
+        counts and replaces as it does half a surrogate pair: those of records that are skipped are counted already.
+        """
         data = self.pending + data
         try:
             text, used = codecs.utf_8_decode(data, "strict", final)
@@ -97,17 +103,17 @@ class File:
                 raise BadFile(f"{self.where}:{where} byte {self.offset + error.start} is no UTF-8: "
                               f"{error.reason}.\n  Convert the file (iconv -f LATIN1 -t UTF-8, if it is Latin-1), "
                               "leave it out, or put U+FFFD there with --errors replace.") from None
-            text, used = codecs.utf_8_decode(data, "replace", final)
-            self.counts["replaced"] += text.count("\ufffd") - data[:used].count("\ufffd".encode())
+            text, used = codecs.utf_8_decode(data, MARK if mark else "replace", final)
+            self.counts["replaced"] += 0 if mark else text.count("\ufffd") - data[:used].count("\ufffd".encode())
         self.pending, self.offset = data[used:], self.offset + used
         return text
 
-    def chunks(self):
+    def chunks(self, mark=False):
         """The text, byte for byte but for a byte order mark."""
         with self.open() as file:
             while chunk := file.read(CHUNK):
-                yield self.decode(chunk, final=False)
-            yield self.decode(b"", final=True)
+                yield self.decode(chunk, final=False, mark=mark)
+            yield self.decode(b"", final=True, mark=mark)
 
 
 def kinds(name: str) -> tuple[str, str]:
@@ -278,7 +284,7 @@ def read_whole(file: File, key: str, skip: int):
     mark = re.escape(file.separator)
     mark = re.compile(rf"^{mark}(?:\r?\n|\Z)|{mark}", re.MULTILINE)  # the end of a separator's own line goes with it
     rest, number, start, long, near = "", 0, 0, "", len(file.separator) + 2
-    for chunk in itertools.chain(file.chunks(), [None]):
+    for chunk in itertools.chain(file.chunks(mark=True), [None]):
         rest += chunk or ""
         while (found := mark.search(rest, start)) and (chunk is None or found.start() + near <= len(rest)):
             number += 1
@@ -335,7 +341,7 @@ def read_values(file, stream, key, skip):
         elif not final and len(text) - at <= MAX_LINE:
             data = stream.read(max(CHUNK, len(text) - at))  # as much again: what is long is not looked at too often
             final = not data
-            text, at = text[at:] + file.decode(data, final), 0
+            text, at = text[at:] + file.decode(data, final, mark=True), 0
         else:
             if at < len(text) or in_array:
                 yield number + 1, "", (trouble if at < len(text) else "is missing: the array has no end"
@@ -356,8 +362,8 @@ def text_of(record, key: str) -> tuple[str, str]:
         return "", f"is not an object with the key {key!r}"
     if isinstance(text := dig(record, key), str):
         return text, ""
-    return "", (f"has no key {key!r}" if text is None and key not in record else f"has no text under {key!r}") + (
-        f"; its keys are {', '.join(itertools.islice(paths(record), 30)) or 'none'}")
+    found = "no key" if text is None and key not in record else f"no text but {type(text).__name__} under"
+    return "", (f"has {found} {key!r}; its keys are {', '.join(itertools.islice(paths(record), 30)) or 'none'}")
 
 
 def dig(tree: dict, key: str):
@@ -405,7 +411,7 @@ def read_csv(file: File, key: str, skip: int):
 def split_lines(file):
     """Lines with their ends, \\n, \\r or \\r\\n, as csv takes them; the last one may have none."""
     rest = ""
-    for chunk in file.chunks():
+    for chunk in file.chunks(mark=True):
         *lines, rest = io.StringIO(rest + chunk, newline="").readlines() or [""]
         yield from lines
         if len(rest) > MAX_LINE:

@@ -269,7 +269,7 @@ class Reader:
         return len(self.source.names) > 1 or file is not self.file
 
     def _count_read(self, file, how):
-        file.label = f"{file.kind}{file.packing} {how}".lstrip()
+        file.label = f"{file.kind + file.packing or 'file'} {how}"
         self.read[file.label] += 1
 
     def _sound(self, records):
@@ -304,7 +304,7 @@ class Reader:
                     elif "bytes" in row and "file" in row:  # of whole_files
                         file = File(row["file"], "", lambda: io.BufferedReader(io.BytesIO(row["bytes"])),  # noqa: B023
                                     self.errors, self.counts)
-                        self._count_read(file, "files whole")
+                        self._count_read(file, "whole")
                         yield file
                     else:
                         self._bad(self.source.source, "row with keys", ", ".join(row), f"has no text under {key!r}")
