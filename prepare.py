@@ -89,7 +89,7 @@ def parse_args(argv):
         help="what stands between the documents of a text file, as '<|endoftext|>'; \\n in it is a line end (none)")
     add("--errors", choices=("strict", "replace"), default="strict",
         help="at bytes that are no UTF-8 stop, or put U+FFFD there and count (strict)")
-    add("--skip_bad", action="store_true", help="leave broken records out instead of stopping at them")
+    add("--skip_bad", action="store_true", help="leave broken records and files out instead of stopping at them")
     add("--shard_tokens", **number, default=100_000_000, help="tokens per file (100e6)")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     add("--workers", **number, default=cpus, help="threads that encode; changes only the speed (all CPUs)")

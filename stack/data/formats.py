@@ -523,6 +523,9 @@ SIGNATURES = {(257, b"ustar"): "a tar archive", (0, b"PK\3\4"): "a zip archive",
               (0, b"GIF8"): "an image (GIF)", (8, b"WEBP"): "an image (WebP)", (0, b"%PDF-"): "a PDF",
               (0, b"\xd0\xcf\x11\xe0"): "an Office document",
               (0, b"\x7fELF"): "a program", (0, b"\x89HDF"): "an HDF5 file", (0, b"\x93NUMPY"): "a NumPy array",
+              (0, b"\x80\4\x95"): "a pickle", (0, b"Obj\1"): "an Avro file", (0, b"ORC"): "an ORC file",
+              (0, b"\4\x22\x4d\x18"): "packed by lz4", (4, b"ftyp"): "a film", (8, b"WAVE"): "sound (WAV)",
+              (0, b"ID3"): "sound (MP3)", (0, b"\x88\xd8\x34\1"): "a file of tokens, which prepare.py makes of text",
               (0, b"SQLite format 3\0"): "a SQLite database", (0, b"GGUF"): "a GGUF model"}
 PLAIN_SIGNATURES = {(0, b"version https://git-lfs.github.com/spec"): "a pointer of Git LFS (run: git lfs pull)",
                     (0, b"{\\rtf1"): "a document (RTF)"}

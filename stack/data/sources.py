@@ -141,11 +141,12 @@ def _walk(folder: str, passed: dict):
         raise error
     met = {_inode(above) for above in Path(os.path.abspath(folder)).resolve().parents}
     for root, folders, names in os.walk(folder, onerror=stop, followlinks=True):
-        if (here := _inode(root)) in met:
-            passed[root] = "folder met before (a link)"
+        ours = "progress.json" in names or {"meta.json", "tokenizer.json"} <= set(names)
+        if ours or _inode(root) in met:
+            passed[root] = "data set" if ours else "folder met before (a link)"
             folders.clear()
             continue
-        met.add(here)
+        met.add(_inode(root))
         passed |= {f"{root}/{name}": "hidden" for name in folders if formats.passed_over(name, ()) == "hidden"}
         folders[:] = sorted((name for name in folders if f"{root}/{name}" not in passed),
                             key=lambda name: (os.path.islink(f"{root}/{name}"), name))
@@ -208,7 +209,7 @@ class Reader:
         keep = FILTERS[self.source.filter]
         for record in self._hub_rows() if self.source.in_hub else self._file_records():
             try:
-                key, chunks = self._hash_text(record) if isinstance(record, str) else hash_file(record)
+                key, chunks = hash_text(record, self.counts) if isinstance(record, str) else hash_file(record)
             except BadFile as error:
                 self._bad_file(error)
                 self.read[record.label] -= 1
@@ -279,12 +280,6 @@ class Reader:
         except BadFile as error:
             self._bad_file(error)
 
-    def _hash_text(self, record: str):
-        key, (text,) = hash_text(record)
-        if text is not record:
-            self.counts["replaced"] += text.count("\ufffd") - record.count("\ufffd")
-        return key, [text]
-
     def _hub_rows(self):
         """Texts of a data set of Hugging Face; an interrupted stream is taken up where it broke, after a pause."""
         key, (state, rows), waits = self.source.text_key, self.position or (None, 0), list(RETRY_SECONDS)
@@ -340,9 +335,11 @@ class Reader:
                          "records out with --skip_bad.")
 
 
-def hash_text(text: str):
-    """(64-bit hash, chunks) of a text in memory; what has no bytes in UTF-8 becomes U+FFFD."""
-    text, data = to_bytes(text)
+def hash_text(record: str, counts: Counter):
+    """(64-bit hash, chunks) of a text in memory; what has no bytes in UTF-8 becomes U+FFFD, counted."""
+    text, data = to_bytes(record)
+    if text is not record:
+        counts["replaced"] += text.count("\ufffd") - record.count("\ufffd")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()), [text]
 
 
@@ -445,7 +442,7 @@ def whole_files(builder, split):
     loader = datasets.StreamingDownloadManager(base_path=builder.base_path, download_config=download)
 
     def rows(files):
-        for name in files:
-            with xopen(loader.extract(name), "rb", download_config=download) as file:
+        for name in loader.iter_files(loader.extract(files)):
+            with xopen(name, "rb", download_config=download) as file:
                 yield {"file": name, "bytes": file.read()}
     return datasets.IterableDataset.from_generator(rows, gen_kwargs={"files": list(files)})

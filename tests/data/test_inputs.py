@@ -122,6 +122,7 @@ TABLE = {
         {"a.txt": "A", "t.csv": "id,body\n1,x\n"}, "", {}, "t.csv has no column 'text'; it has id, body"),
     "the same, to be skipped": ({"a.txt": "A", "t.csv": "id,body\n1,x\n"}, "", SKIP, ["A"],
                                 {"counts": {"bad": 1}, "read": {".txt whole": 1}, "notes": "it has id, body"}),
+    "a shard of tokens": ({"a.bin": (20240520).to_bytes(4, "little") + bytes(1020)}, "a.bin", {}, "a file of tokens"),
     "nothing but photos": ({"a.JPG": "x", "b.jpg": "y"}, "", {}, "no files to read; passed over: 2 .jpg"),
     "a Spark output": ({"d.parquet/part-0.parquet": table(text=["a"]), "d.parquet/_SUCCESS": "",
                         "d.parquet/.part-0.crc": "x"}, "d.parquet", {}, ["a"],
@@ -337,6 +338,19 @@ def test_the_summary_says_what_became_of_it(tmp_path, vocabulary, capsys):
     said = capsys.readouterr().out
     assert f"{more}: read 1 .txt by document, 1 .jsonl by line\n" in said and "which is text" not in said
     assert f"{tmp_path}/mixed: --separator '\\n<|endoftext|>\\n' is nowhere in it" in said
+
+
+def test_a_data_set_inside_of_its_source(tmp_path, vocabulary, capsys):
+    """prepare.py . --out data/x, again, and into another folder: sets are no text."""
+    for i, text in enumerate(CORPUS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    argv = [tmp_path, "--tokenizer", vocabulary, "--val_fraction", "0.2", "--out"]
+    assert run(*argv, tmp_path / "data/x") == 0 and run(*argv, tmp_path / "data/x") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert run(*argv, tmp_path / "data/y") == 0
+    assert "read 40 .txt whole; passed over: 1 data set" in capsys.readouterr().out
+    (tmp_path / "data/x/meta.json").rename(tmp_path / "data/x/progress.json")
+    assert Source(str(tmp_path)).passed == {"data set": 2}
 
 
 def test_nothing_to_read_is_told_with_what_was_there(tmp_path, vocabulary, capsys):
