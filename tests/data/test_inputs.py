@@ -271,6 +271,7 @@ TABLE = {
     "a separator that is nowhere": ({"a.txt": "one"}, "", {"separator": "###"}, ["one"], {"counts": {}}),
     # Hugging Face's names
     "a path that is not there": ({}, "hf:/missing/path", {}, "there is no folder /missing/path here"),
+    "a folder that is not there": ({}, "hf:./missing", {}, r"there is no folder \./missing here"),
     "a path that leads nowhere": ({}, "hf:data/sets/mine", {}, "there is no folder data/sets/mine here"),
 }
 
