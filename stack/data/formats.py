@@ -35,8 +35,8 @@ from functools import partial
 CHUNK = 1 << 18  # bytes read from a file at a time
 MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memory whole, and several times over
 BATCH = 64  # rows of a table in memory
-MARK = "stack.data.formats"  # the name of a way to treat errors
-codecs.register_error(MARK, lambda error: ("\udcff", error.end))
+MARK = "\udcff"  # stands for bytes that are no UTF-8 in text that is still to be divided
+codecs.register_error("stack.data.mark", lambda error: (MARK, error.end))
 SPACE = re.compile(r"[\s,]*")
 JSON = re.compile(rb"\s*(\[\s*)?\{\s*\"[^\"\\\n]{0,200}\"\s*:")  # how JSON begins that holds records
 
@@ -89,24 +89,32 @@ class File:
             raise BadFile(f"{self.where} holds JSON, not text.\n  Name it .json or .jsonl, and the records in it are "
                           "read, or leave it out.")
 
-    def decode(self, data: bytes, final: bool, where="", mark=False) -> str:
+    def decode(self, data: bytes, final: bool, mark=False) -> str:
         """The next bytes as text; final: a character that they do not complete is none.
 
-        mark: of text that is still to be divided bytes that are no UTF-8 become MARK, which the reader of the records
-        counts and replaces as it does half a surrogate pair: those of records that are skipped are counted already.
+        mark: put MARK where bytes are no UTF-8.  Which record they are in shows later; there they are a reason to leave
+        it out, or are replaced and counted as half a surrogate pair is.
         """
         data = self.pending + data
         try:
             text, used = codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as error:
-            if self.errors == "strict":
-                raise BadFile(f"{self.where}:{where} byte {self.offset + error.start} is no UTF-8: "
+            if self.errors == "strict" and not mark:
+                raise BadFile(f"{self.where}: byte {self.offset + error.start} is no UTF-8: "
                               f"{error.reason}.\n  Convert the file (iconv -f LATIN1 -t UTF-8, if it is Latin-1), "
                               "leave it out, or put U+FFFD there with --errors replace.") from None
-            text, used = codecs.utf_8_decode(data, MARK if mark else "replace", final)
-            self.counts["replaced"] += 0 if mark else text.count("\ufffd") - data[:used].count("\ufffd".encode())
+            text, used = codecs.utf_8_decode(data, "stack.data.mark" if mark else "replace", final)
+            if not mark:
+                self.counts["replaced"] += text.count("\ufffd") - data[:used].count("\ufffd".encode())
         self.pending, self.offset = data[used:], self.offset + used
         return text
+
+    def spoiled(self, text: str) -> str:
+        """What is wrong with a record whose text has MARK in it, or nothing."""
+        if MARK not in text or self.errors != "strict":
+            return ""
+        before = text[:text.index(MARK)][-20:]
+        return f"has a byte that is no UTF-8 behind {before!r} (--errors replace puts U+FFFD there)"
 
     def chunks(self, mark=False):
         """The text, byte for byte but for a byte order mark."""
@@ -290,13 +298,13 @@ def read_whole(file: File, key: str, skip: int):
             number += 1
             file.counts["separators"] += number > skip
             if number > skip and (number > 1 or found.start()):
-                yield number, "" if long else rest[:found.start()], long
+                yield number, rest[:found.start()], long or file.spoiled(rest[:found.start()])
             rest, start, long = rest[found.end():], 0, ""
         start = max(0, len(rest) - near)
         if len(rest) > MAX_LINE:
             rest, start, long = rest[start:], 0, f"is longer than {MAX_LINE:,} characters"
     if (rest or long) and number >= skip:
-        yield number + 1, "" if long else rest, long
+        yield number + 1, rest, long or file.spoiled(rest)
 
 
 def read_json(file: File, key: str, skip: int):
@@ -314,7 +322,7 @@ def read_lines(file, lines, key, skip):
             part = lines.readline(MAX_LINE)
             file.offset += len(part)
         if number > skip and part is line and line.strip():
-            yield number, *parse_json(file.decode(line, final=True), key)
+            yield number, *parse_json(file, file.decode(line, final=True, mark=True), key)
         else:
             file.offset += len(line)
             if number > skip and part is not line:
@@ -335,9 +343,9 @@ def read_values(file, stream, key, skip):
         except (ValueError, RecursionError) as error:
             trouble = f"is not JSON ({getattr(error, 'msg', error)})"
         if not trouble and (final or end < len(text)):
-            number, at = number + 1, end
+            number, at, spoiled = number + 1, end, file.spoiled(text[at:end])
             if number > skip:
-                yield number, *text_of(value, key)
+                yield number, *(("", spoiled) if spoiled else text_of(value, key))
         elif not final and len(text) - at <= MAX_LINE:
             data = stream.read(max(CHUNK, len(text) - at))  # as much again: what is long is not looked at too often
             final = not data
@@ -349,10 +357,10 @@ def read_values(file, stream, key, skip):
             return
 
 
-def parse_json(line: str, key: str) -> tuple[str, str]:
+def parse_json(file, line: str, key: str) -> tuple[str, str]:
     """(text of a JSON line, what is wrong with it)"""
     try:
-        return text_of(json.loads(line), key)
+        return ("", spoiled) if (spoiled := file.spoiled(line)) else text_of(json.loads(line), key)
     except (ValueError, RecursionError) as error:
         return "", f"is not JSON ({error})"
 
@@ -405,7 +413,8 @@ def read_csv(file: File, key: str, skip: int):
         elif number > skip:
             if len(row) != len(names):
                 why = why or f"has {len(row)} fields, not the {len(names)} that the first line names"
-            yield number, "" if why else row[names.index(key)], why
+            text = "" if why else row[names.index(key)]
+            yield number, text, why or file.spoiled(text)
 
 
 def split_lines(file):
@@ -430,9 +439,9 @@ def read_table(file: File, key: str, skip: int):
             texts = (text for part in parts for text in column_texts(part.column(path[0]), path[1:]))
             for number, text in enumerate(texts, before + 1):
                 if number > skip:
-                    if isinstance(text, bytes):
-                        file.offset, text = 0, file.decode(text, True, f" row {number},")
-                    yield number, text, "" if text is not None else f"has nothing in column {key!r}"
+                    text = file.decode(text, final=True, mark=True) if isinstance(text, bytes) else text
+                    why = f"has nothing in column {key!r}" if text is None else file.spoiled(text)
+                    yield number, text, why
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's own message names the file
             raise

@@ -207,13 +207,20 @@ TABLE = {
         {"a.csv": "id,text\n", "b.csv": ""}, "", {}, [], {"counts": {"empty": 2}, "read": {}}),
     "long fields, NULs, old Macs": (
         {"a.csv": f"id,text\r1,{'x' * 200_000}\r2,a\0b\r"}, "", {}, ["x" * 200_000, "a\0b"], {}),
-    "Latin-1 in a CSV": ({"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", {}, "a.csv: byte 13 is no UTF-8"),
+    "Latin-1 in a CSV": ({"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", {},
+                         "a.csv: row 1 has a byte that is no UTF-8 behind 'caf'"),
     "the same, replaced": (
         {"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", REPLACE, ["caf\ufffd"], {"counts": {"replaced": 1}}),
     "bytes that are no UTF-8, by record": (
         {"a.txt": b"x\xff#y\xe2\x82#z\xef\xbf\xbd", "b.json": b'[{"text": "\xff"}, {"text": "\xfe\xfe"}]'}, "",
         {"separator": "#", **REPLACE}, ["x\ufffd", "y\ufffd", "z\ufffd", "\ufffd", "\ufffd\ufffd"], {"counts": {
             "replaced": 5, "separators": 2}}),
+    "the same, skipped by record": (
+        {"a.txt": b"x\xff#y#z", "b.json": b'[{"text": "\xff"}, {"text": "1"}]',
+         "c.jsonl": b'{"\xff": 1}\n{"text": "2"}\n',
+         "d.csv": b"id,text\n1,\xff\n\xff,3\n", "e.parquet": table(text=BAD_UTF8), "f.json": b'[{"text": "\\udcff"}]'},
+        "", {"separator": "#", **SKIP}, ["y", "z", "1", "2", "3", "ok", "\ufffd"],
+        {"counts": {"bad": 5, "separators": 2, "replaced": 1}}),
     # tables
     "a column of lists": (
         {"a.parquet": table(text=[["x"]])}, "", {}, "column 'text' holds list<.*>; text is needed. Columns: text"),
@@ -227,7 +234,8 @@ TABLE = {
     "lists in Arrow": ({"a.arrow": table(".arrow", text=[["x"]], n=[1])}, "", SKIP, "holds list.* Columns: text, n"),
     "bytes": ({"a.parquet": table(text=[b"x"])}, "", {}, "holds binary"),
     "no rows": ({"a.parquet": table(text=pa.array([], pa.string()))}, "", {}, [], {"counts": {"empty": 1}}),
-    "Latin-1 in parquet": ({"a.parquet": table(text=BAD_UTF8)}, "", {}, "a.parquet: row 2, byte 3 is no UTF-8"),
+    "Latin-1 in parquet": ({"a.parquet": table(text=BAD_UTF8)}, "", {},
+                           "row 2 has a byte that is no UTF-8 behind 'caf'"),
     "the same, replaced too": (
         {"a.parquet": table(text=BAD_UTF8)}, "", REPLACE, ["ok", "caf\ufffd"], {"counts": {"replaced": 1}}),
     "something else named .arrow": ({"a.arrow": "garbage"}, "", {}, "a.arrow cannot be read as arrow"),
