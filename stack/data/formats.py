@@ -25,6 +25,7 @@ import lzma
 import os
 import re
 import shutil
+import stat
 import tarfile
 import tempfile
 import zipfile
@@ -34,6 +35,7 @@ from functools import partial
 
 CHUNK = 1 << 18  # bytes read from a file at a time
 MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memory whole, and several times over
+LINK = "link or device (in an archive)"
 BATCH = 64  # rows of a table in memory
 MARK = "\udcff"  # stands for bytes that are no UTF-8 in text that is still to be divided
 codecs.register_error("stack.data.mark", lambda error: (MARK, error.end))
@@ -210,7 +212,7 @@ def copy(stream, file, name):
         file.seek(0)
         return size
     except OSError as error:
-        if error.errno is None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise ValueError(f"{name} does not fit into {tempfile.gettempdir()} unpacked: {error.strerror}.\n  Unpack it "
                          "yourself, or name a folder with more room: TMPDIR=FOLDER python prepare.py ...") from None
@@ -249,15 +251,15 @@ def read_tar(file: File):
         while entry := tar.next():
             tar.members.clear()  # it would keep all of them
             if not entry.isdir():
-                yield entry.name, "" if entry.isfile() else "link or device (in an archive)", partial(
-                    tar.extractfile, entry)
+                yield entry.name, "" if entry.isfile() else LINK, partial(tar.extractfile, entry)
 
 
 def read_zip(file: File):
     with seekable(file) as stream, zipfile.ZipFile(stream) as archive:
         for entry in archive.infolist():
             if not entry.is_dir():
-                yield entry.filename, "encrypted" if entry.flag_bits & 1 else "", partial(archive.open, entry)
+                why = LINK if stat.S_ISLNK(entry.external_attr >> 16) else "encrypted" if entry.flag_bits & 1 else ""
+                yield entry.filename, why, partial(archive.open, entry)
 
 
 def members(file: File, first: int, passed):
@@ -269,13 +271,19 @@ def members(file: File, first: int, passed):
             if why := why or passed_over(name, FORMATS):
                 passed[why] += 1
                 continue
-            with unpacking(f"{file.where}: {name}"), open_member() as stream:
-                size = copy(stream, held, file.where)
-            yield number, File(f"{file.where}: {name}", name, partial(_again, held), file.errors, file.counts,
+            size, damage = 1, None
+            try:
+                with unpacking(f"{file.where}: {name}"), open_member() as stream:
+                    size = copy(stream, held, file.where)
+            except BadFile as error:  # of this member: told when it is read, so that those behind it can be
+                damage = error
+            yield number, File(f"{file.where}: {name}", name, partial(_again, held, damage), file.errors, file.counts,
                                separator=file.separator, size=size)
 
 
-def _again(file):
+def _again(file, damage):
+    if damage:
+        raise damage
     file.seek(0)
     return nullcontext(file)
 

@@ -150,7 +150,7 @@ def _walk(folder: str, passed: dict):
         passed |= {f"{root}/{name}": "hidden" for name in folders if formats.passed_over(name, ()) == "hidden"}
         folders[:] = sorted((name for name in folders if f"{root}/{name}" not in passed),
                             key=lambda name: (os.path.islink(f"{root}/{name}"), name))
-        for name in names:
+        for name in sorted(names):
             path = f"{root}/{name}"
             if why := formats.passed_over(name, {**FORMATS, **ARCHIVES}) or _no_file(path):
                 passed[path] = why
@@ -229,7 +229,8 @@ class Reader:
 
     def _file_records(self):
         """Text, or the File that is one document; self.position is that of the record after it."""
-        start, first, skip = self.position or (0, 0, 0)
+        start, *first, skip = self.position or (0, 0)
+        first = first[0] if first else 0  # a run that was begun before archives were read knows of none
         self.before = sum(self.source.sizes[:start])
         for number in range(start, len(self.source.names)):
             for member, file in self._sound(self._files(number, first, skip)):
@@ -275,10 +276,13 @@ class Reader:
 
     def _sound(self, records):
         """The records of a file, up to where it is damaged or turns out to be something else."""
+        some = False
         try:
-            yield from records
+            for record in records:
+                yield record
+                some = True
         except BadFile as error:
-            self._bad_file(error)
+            self._bad_file(error, ", from there to its end" * some)
 
     def _hub_rows(self):
         """Texts of a data set of Hugging Face; an interrupted stream is taken up where it broke, after a pause."""
@@ -314,12 +318,12 @@ class Reader:
                 print(f"{what}\n  Trying again in {waits[0]} s.", file=sys.stderr)
                 time.sleep(waits.pop(0))
 
-    def _bad_file(self, error):
+    def _bad_file(self, error, part=""):
         if not self.skip_bad:
             raise error
         self.counts["bad"] += 1
         if len(self.notes) < NOTES:
-            self.notes.append(str(error).partition("\n")[0])
+            self.notes.append(str(error).partition("\n")[0] + part)
 
     def _bad(self, path, unit, number, why, others=()):
         """A broken record: counted under skip_bad, otherwise the end of the run, with the next ones in the file."""

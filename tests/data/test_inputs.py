@@ -8,6 +8,7 @@ import lzma
 import os
 import tarfile
 import tracemalloc
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -87,6 +88,23 @@ def tar_with_a_link():
     return out.getvalue()
 
 
+def zip_with_a_link():
+    out = io.BytesIO(archive("zip", {"a.txt": b"A"}))
+    with zipfile.ZipFile(out, "a") as file:
+        entry = zipfile.ZipInfo("b.txt")
+        entry.external_attr = 0o120777 << 16
+        file.writestr(entry, "a.txt")
+    return out.getvalue()
+
+
+def damaged(data: bytes) -> bytes:
+    """A zip whose first member has another checksum than its headers say."""
+    data, at = bytearray(data), data.index(b"PK\1\2")
+    data[14] ^= 1
+    data[at + 16] ^= 1
+    return bytes(data)
+
+
 def encrypted(data: bytes) -> bytes:
     """A zip whose headers say that its member is."""
     data, at = bytearray(data), data.index(b"PK\1\2")
@@ -95,6 +113,7 @@ def encrypted(data: bytes) -> bytes:
     return bytes(data)
 
 
+TWO = archive("zip", {"a.txt": b"A", "b.txt": b"B"})
 BAD_UTF8 = pa.array([b"ok", b"caf\xe9"]).view(pa.string())
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -261,6 +280,13 @@ TABLE = {
     "names that lead outside": (
         {"t.tar": archive("tar", {"../../a.txt": b"A", "/b.txt": b"B"})}, "", {}, ["A", "B"], {}),
     "a link in a tar": ({"t.tar": tar_with_a_link()}, "", {}, ["A"], {"passed": {"link or device (in an archive)": 1}}),
+    "a link in a zip": ({"t.zip": zip_with_a_link()}, "", {}, ["A"],
+                        {"passed": {"link or device (in an archive)": 1}}),
+    "a damaged member": ({"t.zip": damaged(TWO)}, "", {}, "t.zip: a.txt cannot be unpacked"),
+    "the same, without it": ({"t.zip": damaged(TWO)}, "", SKIP, ["B"],
+                             {"counts": {"bad": 1}, "read": {".zip by member": 1, ".txt whole": 1}}),
+    "a tar cut in a member": ({"t.tar": tar(a_txt="A" * 512, b_txt="B" * 512)[:1800]}, "", SKIP, ["A" * 512],
+                              {"counts": {"bad": 2}, "notes": "from there to its end"}),
     "no text in a tar": ({"t.tar": tar(a_jpg="x")}, "", {}, [], {"passed": {".jpg (not known as text)": 1}}),
     "a Mac's zip": (
         {"t.zip": archive("zip", {"a.txt": b"A", "__MACOSX/._a.txt": b"x", "d/": b"", "d/b.md": b"B"})}, "", {},

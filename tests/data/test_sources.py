@@ -62,6 +62,14 @@ def test_every_form_gives_the_same_documents(tmp_path, monkeypatch, form):
         assert (part.read, part.passed, part.counts) == (whole.read, whole.passed, whole.counts)
 
 
+def test_states_of_before_archives_were_read(tmp_path):
+    """A run that was begun with positions (file, record) goes on."""
+    source = Source(write(tmp_path, "jsonl", HARD)[0])
+    state = {"position": [0, 3], "counts": {"empty": 2}, "notes": [], "consumed": 0}
+    reader = Reader(source, after=state)
+    assert [text for text, _, _ in documents(reader)] == HARD[3:] and reader.counts["empty"] == 2
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(alphabet="ab \n\té🙂", max_size=400), sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5))
 def test_pieces_depend_on_the_text_alone(text, sizes):
