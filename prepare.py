@@ -13,7 +13,8 @@ Or the one SOURCE is a recipe: a .py file that assigns `sources`, a list of dict
 and any of the options below.
 
 A .txt, .md or .py file is one document, or several with --separator between them; so is an object in .json, .jsonl and
-.ndjson, a row of .csv, .tsv, .parquet and .arrow.  .gz, .zst, .bz2 and .xz are unpacked, .tar and .zip opened.
+.ndjson, a row of .csv, .tsv, .parquet, .arrow and of a data set on Hugging Face.  .gz, .zst, .bz2 and .xz are unpacked,
+.tar and .zip opened.  The summary says what was read as what, and what was found and passed over.
 A killed run is continued by the same command; a finished one is left as it is.
 verify checks every checksum of a set and prints its statistics; show decodes one document.
 

@@ -92,19 +92,19 @@ class Source:
 
 def list_files(source: str) -> tuple[str, list[str], Counter]:
     """(folder, names in it, what is there and not read) of a source; the names in natural order."""
-    path, root, names, passed = os.path.expanduser(source), "", [], {}  # passed: path -> why
+    root, names, passed = "", [], {}  # passed: path -> why
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
         names = [name for name in _walk(root, {}) if _is_stdlib(name)]
-    elif os.path.isdir(path):
-        root, names = path, list(_walk(path, passed))
-    elif os.path.exists(path):
-        if why := _no_file(path):
+    elif os.path.isdir(source):
+        root, names = source, list(_walk(source, passed))
+    elif os.path.exists(source):
+        if why := _no_file(source):
             raise ValueError(f"{source} is a {why}, which can be read once; text is read several times.\n  Write it to "
                              "a file, and name that.")
-        root, names = os.path.split(path)[0], [os.path.basename(path)]
+        root, names = os.path.split(source)[0], [os.path.basename(source)]
     elif any(mark in source for mark in "*?["):
-        matches = [match for match in glob.glob(path, recursive=True) if "__pycache__" not in match]
+        matches = [match for match in glob.glob(source, recursive=True) if "__pycache__" not in match]
         inside = [f"{match}/{name}" for match in matches if os.path.isdir(match) for name in _walk(match, passed)]
         passed |= {match: why for match in matches if not os.path.isdir(match) and (why := _no_file(match))}
         # by realpath: "**" matches a folder and, once more, what is in it, and follows links in circles
@@ -113,7 +113,7 @@ def list_files(source: str) -> tuple[str, list[str], Counter]:
         names = list(found.values())
         passed = {name: why for name, why in passed.items() if os.path.realpath(name) not in found}
     else:
-        link = f" (a link to {os.readlink(path)})" if os.path.islink(path) else ""
+        link = f" (a link to {os.readlink(source)})" if os.path.islink(source) else ""
         raise FileNotFoundError(f"{source}{link} not found.\n  A source is a file, a folder, a glob in quotes, stdlib, "
                                 "or hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data set on Hugging Face.")
     counts = Counter(passed.values())
@@ -376,11 +376,11 @@ def open_hub(source: Source, commit: str = ""):
         raise ImportError(f"{source.source} needs the package datasets.\n  Install it with: pip install datasets"
                           ) from None
     name, config, split, *rest = [*source.source[3:].split(":"), "", ""]
-    local = os.path.exists(os.path.expanduser(name))
-    if not local and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"{source.source}: there is no folder {os.path.expanduser(name)} here.\n  On Hugging "
-                                "Face a data set is called OWNER/NAME.")
-    name, _, asked = (os.path.expanduser(name), "", "") if local else name.partition("@")
+    local = os.path.exists(name)
+    if not local and (name.startswith(("/", ".")) or name.count("/") > 1):
+        raise FileNotFoundError(f"{source.source}: there is no folder {name} here.\n  On Hugging Face a data set is "
+                                "called OWNER/NAME.")
+    name, _, asked = (name, "", "") if local else name.partition("@")
     if not name or any(rest):
         raise ValueError(f"{source.source} is not hf:NAME[@REVISION][:CONFIG][:SPLIT].\n  For example: "
                          "hf:HuggingFaceFW/fineweb-edu:sample-10BT:train")
