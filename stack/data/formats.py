@@ -7,7 +7,8 @@ what holds several.  Content that is something else, say an image named .txt, is
 locale is asked.  A byte order mark is dropped, UTF-16 is refused, a byte that is no UTF-8 is an error with its offset
 (or becomes U+FFFD, counted).
 
-**Nothing is held whole**, but for one record (of MAX_LINE at most), a batch of 64 rows, a member of an archive on disk.
+**Nothing is held whole**, but for one record (of MAX_LINE at most), a batch of rows (64 of parquet; in Arrow as many as
+were written at a time), and on disk a member of an archive, or a packed file that has to be read from its end.
 
 Rejected: the readers of `datasets` for JSON and CSV, which guess types (a date becomes a number, "NA" nothing at all),
 translate line endings, and take a file whole where an array is in it.
@@ -359,9 +360,12 @@ def read_values(file, stream, key, skip):
             final = not data
             text, at = text[at:] + file.decode(data, final, mark=True), 0
         else:
-            if at < len(text) or in_array:
-                yield number + 1, "", (trouble if at < len(text) else "is missing: the array has no end"
-                                       ) + ", and nothing behind it can be read"
+            if not final:
+                trouble = f"is longer than {MAX_LINE:,} characters"
+            elif at == len(text):
+                trouble = "is missing: the array has no end" if in_array else ""
+            if trouble:
+                yield number + 1, "", f"{trouble}, and nothing behind it can be read"
             return
 
 
@@ -470,11 +474,13 @@ def open_parquet(rows, key, skip):
 def open_arrow(rows, key, skip):
     """The same of Arrow's file format and of its streams, which `datasets` writes."""
     from pyarrow import ipc
-    if not rows.peek(6).startswith(b"ARROW1"):
-        stream = ipc.open_stream(rows)
-        return stream.schema, 0, stream
-    arrow = ipc.open_file(rows)
-    return arrow.schema, 0, map(arrow.get_batch, range(arrow.num_record_batches))
+    open_rows = ipc.open_file if rows.peek(6).startswith(b"ARROW1") else ipc.open_stream
+    schema = open_rows(rows).schema
+    rows.seek(0)
+    wanted = [i for i, name in enumerate(schema.names) if name in (key, key.split(".")[0])]
+    arrow = open_rows(rows, options=ipc.IpcReadOptions(included_fields=wanted))
+    batches = arrow if open_rows is ipc.open_stream else map(arrow.get_batch, range(arrow.num_record_batches))
+    return schema, 0, batches
 
 
 def check_column(where, schema, key: str) -> list[str]:

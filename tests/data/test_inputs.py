@@ -345,6 +345,21 @@ def test_the_table(tmp_path, what):
         assert (+part.read, +part.passed, +part.counts) == (+whole.read, +whole.passed, +whole.counts)
 
 
+def test_records_too_long_to_be_parsed(tmp_path, monkeypatch):
+    """They are bad records; what is behind them is read where the format shows where that begins."""
+    for name, value in (("MAX_LINE", 100), ("CHUNK", 40)):
+        monkeypatch.setattr(formats, name, value)
+    long = "x" * 900
+    for name, content, result in (
+            ("a.json", json.dumps([{"text": "one"}, {"text": long}, {"text": "two"}]), ["one"]),
+            ("a.jsonl", lines("one", long, "two"), ["one", "two"]), ("a.txt", f"one#{long}#two", ["one", "two"]),
+            ("b.txt", f"one#{long}", ["one"]), ("a.csv", f"text\none\n{long}\ntwo\n", ["one"])):
+        source, _ = source_of(tmp_path, {name: content}, name, {"separator": "#"})
+        reader = Reader(source, **SKIP)
+        assert [text for text, _, _ in documents(reader)] == result and reader.counts["bad"] == 1, name
+        assert "longer than 100" in reader.notes[0]
+
+
 # ---- whole commands
 
 
