@@ -12,7 +12,9 @@ quotes, or hf:NAME[@REVISION][:CONFIG][:SPLIT], streamed from Hugging Face (meta
 Or the one SOURCE is a recipe: a .py file that assigns `sources`, a list of dict(source=..., weight=..., filter=...),
 and any of the options below.
 
-A .txt, .md or .py file is one document; so is a line of .jsonl and a row of .parquet.  .gz and .zst are unpacked.
+A .txt, .md or .py file is one document, or several with --separator between them; so is an object in .json, .jsonl and
+.ndjson, a row of .csv, .tsv, .parquet, .arrow and of a data set on Hugging Face.  .gz, .zst, .bz2 and .xz are unpacked,
+.tar and .zip opened.  The summary says what was read as what, and what was found and passed over.
 A killed run is continued by the same command; a finished one is left as it is.
 verify checks every checksum of a set and prints its statistics; show decodes one document.
 
@@ -55,7 +57,7 @@ try:
     from stack.data.shards import read_header, read_meta, write_meta
     from stack.data.sources import UNKNOWN, Reader, Source
     from stack.data.tokenizer import SPECIALS, Tokenizer, special_pattern, train_tokenizer
-    from stack.data.verify import human, left_out, show, summary, verify
+    from stack.data.verify import human, left_out, said_of, show, summary, verify
     from stack.data.writer import Output, check_same, clean, fresh, interleaved, locked, start
 except ModuleNotFoundError as error:
     from stack.config import not_installed
@@ -92,10 +94,12 @@ def parse_args(argv):
     add("--max_tokens", **number, help="stop at so many tokens, for example 10e9 (default: all)")
     add("--max_bytes", **number, help="stop at so much text (default: all)")
     add("--text_key", default="text", metavar="KEY",
-        help="the key of .jsonl and the column of .parquet and hf: with the text (text)")
+        help="the key or column with the text in .json, .csv, .parquet, hf: and the like; a.b is b inside of a (text)")
+    add("--separator", default="", metavar="TEXT",
+        help="what stands between the documents of a text file, as '<|endoftext|>'; \\n in it is a line end (none)")
     add("--errors", choices=("strict", "replace"), default="strict",
         help="at bytes that are no UTF-8 stop, or put U+FFFD there and count (strict)")
-    add("--skip_bad", action="store_true", help="leave broken records out instead of stopping at them")
+    add("--skip_bad", action="store_true", help="leave broken records and files out instead of stopping at them")
     add("--shard_tokens", **number, default=100_000_000, help="tokens per file (100e6)")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     add("--workers", **number, default=cpus, help="threads that encode; changes only the speed (all CPUs)")
@@ -214,7 +218,7 @@ def changed(then, now: dict) -> str:
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
     # 1. What decides the bytes of the set
-    job.sources = [Source(**{"text_key": job.text_key, **source})
+    job.sources = [Source(**{"text_key": job.text_key, "separator": job.separator.replace("\\n", "\n"), **source})
                    for source in [*job.recipe, *(dict(source=source) for source in job.val)]]
     identities = [source.identity for source in job.sources]
     command = {"sources": identities[:len(job.recipe)], **({"val": identities[len(job.recipe):]} if job.val else {}),
@@ -238,10 +242,14 @@ def make(job):
             "anew, or use it as it is.")))
     job.folder.mkdir(parents=True, exist_ok=True)
     with locked(job.folder):
-        state = start(job.folder, command)
-        if what := changed(state.setdefault("read_by", made_by(job)), made_by(job)):
+        state = start(job.folder, command, OURS)
+        what = changed(state.setdefault("read_by", made_by(job)), made_by(job))
+        if what and state["tokens"]:
             raise ValueError(f"{job.folder} was begun with something else: {what}.\n  Go back to that to continue, "
                              f"choose another --out, or delete {job.folder} to make it anew.")
+        if what:
+            clean(job.folder, *OURS)
+            state = {**start(job.folder, command, OURS), "read_by": made_by(job)}
         try:
             write_set(job, command, state)
         except (ValueError, OSError, ImportError) as error:
@@ -277,8 +285,10 @@ def write_set(job, command, state):
     splits = {name: split["shards"] for name, split in state["splits"].items() if split["shards"]}
     if len(splits) < 1 + bool(job.val_fraction or job.val):
         clean(job.folder, *OURS)
-        raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train and val"
-                         f"{left_out(report(job, state))}.\n  Give more text.")
+        sources = report(job, state)
+        said = "\n".join([f"{left_out(sources)}.", *chain.from_iterable(map(said_of, sources)), "  Give more text."])
+        raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
+                         f"and val{said}")
     # 5. What they are, in meta.json
     write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
                vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits, command=command,
@@ -344,7 +354,8 @@ def report(job, state):
         after = record["after"] or {"counts": {}, "notes": []}
         kept = ("documents", "tokens", "bytes", "duplicates", "in_val", "shared_lines", "specials", "looks")
         lines.append({**source.identity, "val": record["val"], **{key: record[key] for key in kept},
-                      **after["counts"], **{key: after[key] for key in ("notes", "commit") if key in after}})
+                      **after["counts"], **{key: after[key] for key in ("notes", "commit", "read", "passed")
+                                            if key in after}})
     return lines
 
 
