@@ -38,7 +38,7 @@ class Commands:
 
     def __exit__(self, *_):
         self.server.stdin.close()
-        self.server.wait(10)
+        self.server.wait(600)
 
 
 def serve():
