@@ -128,6 +128,16 @@ def test_make_clean_leaves_data_and_runs():
     assert ".venv" in deleted and not [word for word in deleted if word.startswith(("data", "out", "/", "*"))]
 
 
+def test_make_env_through_a_link(tmp_path):
+    """A .venv that is a link to an environment without the packages is left alone, and said."""
+    for name in ("Makefile", "requirements.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(tmp_path / "elsewhere")
+    done = subprocess.run(["make", "env", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "elsewhere").exists()
+    assert f".venv is a link to {tmp_path / 'elsewhere'}" in done.stderr and "rm .venv" in done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_begins_with_examples(name):
     """A command's page says in a line what it is for, then how to call it."""
