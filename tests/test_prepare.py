@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -252,7 +253,9 @@ def arguments(corpus, vocabulary, out):
 
 def killed_at(call, n, argv):
     """Run prepare in a process of its own that SIGKILLs itself before its n-th `call`; False if it came to its end."""
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of threads: torch's and numpy's wait meanwhile
+        pid = os.fork()
     if pid == 0:
         try:
             real, count = getattr(os, call), iter(range(1, 10**9))
