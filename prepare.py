@@ -12,7 +12,9 @@ quotes, or hf:NAME[@REVISION][:CONFIG][:SPLIT], streamed from Hugging Face (meta
 Or the one SOURCE is a recipe: a .py file that assigns `sources`, a list of dict(source=..., weight=..., filter=...),
 and any of the options below.
 
-A .txt, .md or .py file is one document; so is a line of .jsonl and a row of .parquet.  .gz and .zst are unpacked.
+A .txt, .md or .py file is one document, or several with --separator between them; so is an object in .json, .jsonl and
+.ndjson, a row of .csv, .tsv, .parquet, .arrow and of a data set on Hugging Face.  .gz, .zst, .bz2 and .xz are unpacked,
+.tar and .zip opened.  The summary says what was read as what, and what was found and passed over.
 A killed run is continued by the same command; a finished one is left as it is.
 verify checks every checksum of a set and prints its statistics; show decodes one document.
 
@@ -50,7 +52,7 @@ try:
     from stack.data.shards import read_header, read_meta, write_meta
     from stack.data.sources import UNKNOWN, Reader, Source
     from stack.data.tokenizer import Tokenizer, train_tokenizer
-    from stack.data.verify import human, left_out, show, summary, verify
+    from stack.data.verify import human, left_out, said_of, show, summary, verify
     from stack.data.writer import Output, check_same, clean, fresh, interleaved, locked, start
 except ModuleNotFoundError as error:
     from stack.config import not_installed
@@ -83,10 +85,12 @@ def parse_args(argv):
     add("--max_tokens", **number, help="stop at so many tokens, for example 10e9 (default: all)")
     add("--max_bytes", **number, help="stop at so much text (default: all)")
     add("--text_key", default="text", metavar="KEY",
-        help="the key of .jsonl and the column of .parquet and hf: with the text (text)")
+        help="the key or column with the text in .json, .csv, .parquet, hf: and the like; a.b is b inside of a (text)")
+    add("--separator", default="", metavar="TEXT",
+        help="what stands between the documents of a text file, as '<|endoftext|>'; \\n in it is a line end (none)")
     add("--errors", choices=("strict", "replace"), default="strict",
         help="at bytes that are no UTF-8 stop, or put U+FFFD there and count (strict)")
-    add("--skip_bad", action="store_true", help="leave broken records out instead of stopping at them")
+    add("--skip_bad", action="store_true", help="leave broken records and files out instead of stopping at them")
     add("--shard_tokens", **number, default=100_000_000, help="tokens per file (100e6)")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     add("--workers", **number, default=cpus, help="threads that encode; changes only the speed (all CPUs)")
@@ -161,14 +165,15 @@ def read_recipe(path: str, known: set):
 def read_by() -> str:
     """What tells one state of the code from another that decides what text is in a file."""
     code = b"".join((Path(__file__).parent / "stack/data" / name).read_bytes() for name in (
-        "sources.py", "filters.py", "tokenizer.py"))
+        "sources.py", "formats.py", "filters.py", "tokenizer.py"))
     return hashlib.sha256(code).hexdigest()[:16]
 
 
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
     # 1. What decides the bytes of the set
-    job.sources = [Source(**{"text_key": job.text_key, **source}) for source in job.recipe]
+    job.sources = [Source(**{"text_key": job.text_key, "separator": job.separator.replace("\\n", "\n"), **source})
+                   for source in job.recipe]
     command = {"sources": [source.identity for source in job.sources],
                "options": {key: value for key in OPTIONS if (value := getattr(job, key)) not in (None, "")}}
     if os.path.exists(job.tokenizer.removeprefix("hf:")):  # what is in the file counts, not where it lies
@@ -185,7 +190,7 @@ def make(job):
             f", but stack/data reads text otherwise since: delete {job.folder} to make it anew, or use it as it is")))
     job.folder.mkdir(parents=True, exist_ok=True)
     with locked(job.folder):
-        state = start(job.folder, command)
+        state = start(job.folder, command, OURS)
         try:
             write_set(job, command, state)
         except (ValueError, OSError, ImportError) as error:
@@ -217,8 +222,10 @@ def write_set(job, command, state):
     splits = {name: split["shards"] for name, split in state["splits"].items() if split["shards"]}
     if len(splits) < 1 + bool(job.val_fraction):
         clean(job.folder, *OURS)
+        sources = report(job, state)
+        said = "\n".join([f"{left_out(sources)}.", *chain.from_iterable(map(said_of, sources)), "  Give more text."])
         raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
-                         f"and val{left_out(report(job, state))}.\n  Give more text.")
+                         f"and val{said}")
     # 5. What they are, in meta.json
     write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
                vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits, command=command,
@@ -269,7 +276,8 @@ def report(job, state):
     for source, record in zip(job.sources, state["sources"], strict=True):
         after = record["after"] or {"counts": {}, "notes": []}
         lines.append({**source.identity, **{key: record[key] for key in ("documents", "tokens", "bytes", "duplicates")},
-                      **after["counts"], **{key: after[key] for key in ("notes", "commit") if key in after}})
+                      **after["counts"], **{key: after[key] for key in ("notes", "commit", "read", "passed")
+                                         if key in after}})
     return lines
 
 

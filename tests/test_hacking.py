@@ -6,7 +6,6 @@ parameters: 64 tokens, from which on kernels.cpp takes part; fp32, so that equal
 """
 
 import ast
-import csv
 import difflib
 import json
 import re
@@ -39,8 +38,7 @@ SAMPLE = ["sample.py", "out/plain", "--prompt", "def main(", "--temperature=1", 
           "--no_stop", "--ids", "--device=cpu", "--dtype=float32"]
 EVAL = ["--max_tokens=1024", "--json", "--device=cpu", "--dtype=float32"]
 TEXTS = [f'def f{i}():\n    return "{i}, {i * i}"\n' * (20 + i) for i in range(30)]
-PREPARE = ["prepare.py", "texts.csv", "--vocab_size=320", "--val_fraction=0.2", "--text_key=body", "--workers=1",
-           "--out=data/csv"]
+PREPARE = ["prepare.py", "films/*.srt", "--vocab_size=320", "--val_fraction=0.2", "--workers=1", "--out=data/films"]
 
 
 class Hacked:
@@ -67,9 +65,11 @@ class Hacked:
     def log(self, run: str, key: str) -> list:
         return [line[key] for line in read_log(self.folder / "out" / run / "log.jsonl") if key in line]
 
-    def write_csv(self):
-        with open(self.folder / "texts.csv", "w", encoding="utf-8", newline="") as f:
-            csv.writer(f).writerows([["id", "body"], *enumerate(TEXTS)])
+    def write_subtitles(self):
+        (self.folder / "films").mkdir()
+        for i, text in enumerate(TEXTS):
+            said = (f"{n}\n00:00:01,000 --> 00:00:04,000\n{line}" for n, line in enumerate(text.splitlines(True), 1))
+            (self.folder / f"films/{i}.srt").write_text("".join(said), encoding="utf-8", newline="")
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +149,10 @@ def test_nothing_is_silently_another_model(name, commands, run_eval, data, untou
     """Everything that runs is the changed model, or says in the page's words that it is not or will not."""
     hack = Hacked(name, tmp_path, commands)
     hack.apply()
-    if name == "csv_source":
-        hack.write_csv()
+    if name == "subtitles_source":
+        hack.write_subtitles()
         hack.run("prepare", *PREPARE)
-        data = tmp_path / "data/csv"
+        data = tmp_path / "data/films"
     flags = re.findall(r"`(--\w+=\w+)`", SECTIONS[name].splitlines()[0])
     training = ["train.py", *SETTINGS, *flags, f"--data_dir={data}"]
     hack.run("train", *training, "--out_dir=out/plain", "--compile=false")
@@ -219,21 +219,21 @@ def check_block_norms(hack, account):
     assert "gradient norm of each block" in (hack.folder / "out/plain/report.html").read_text()
 
 
-def check_csv_source(hack, account):
-    """Each row is a document, whatever is in it."""
+def check_subtitles_source(hack, account):
+    """Each film is a document, of what is said in it."""
     for i in range(3):
-        shown = hack.run("show", "prepare.py", "show", "data/csv", f"--doc={i}")
-        assert any(text in shown for text in TEXTS)
+        shown = hack.run("show", "prepare.py", "show", "data/films", f"--doc={i}")
+        assert shown in [f"{text}\n" for text in TEXTS]
 
 
 CHECKS = {"lion": check_lion, "sliding_window": check_sliding_window, "cosine_restarts": check_cosine_restarts,
-          "block_norms": check_block_norms, "csv_source": check_csv_source}
+          "block_norms": check_block_norms, "subtitles_source": check_subtitles_source}
 
 
 def test_data_made_before_the_change(commands, tmp_path):
     """What the code before the change made of the same file is not taken for what it makes now."""
-    hack = Hacked("csv_source", tmp_path, commands)
-    hack.write_csv()
+    hack = Hacked("subtitles_source", tmp_path, commands)
+    hack.write_subtitles()
     hack.run("before", *PREPARE)
     hack.run("again", *PREPARE)
     assert hack.said["again"][1].strip().endswith("already made by this command: nothing to do")

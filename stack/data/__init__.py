@@ -1,6 +1,7 @@
 """From text to batches, in the order a token travels:
 
-    sources.py    where documents come from: files, folders, Hugging Face; FORMATS has a line for each kind of file
+    sources.py    where documents come from: files, folders, Hugging Face
+    formats.py    what is in a file: unpacked, checked, decoded, in records; FORMATS has a line for each kind of file
     filters.py    which of them are kept: web, code, math
     tokenizer.py  byte-level BPE: trained by rustbpe, run by tiktoken
     writer.py     documents to shards: interleaved, deduplicated, restartable

@@ -79,7 +79,9 @@ def whole_file(path: Path, mode="w"):
     Content, name and folder reach the disk in this order, so that no crash leaves half a file under its name. A kill
     leaves PATH.tmp, which the next writer of PATH overwrites.
     """
-    temporary, text = path.with_name(path.name + ".tmp"), {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    temporary, text = path.with_name(path.name + ".tmp"), {"encoding": "utf-8", "newline": "\n",
+                                                           "errors": "backslashreplace"}  # \udcff: as JSON has it
+    text = {} if "b" in mode else text
     try:
         with open(temporary, mode, **text) as file:
             yield file

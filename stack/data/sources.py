@@ -1,39 +1,29 @@
 """Where documents come from: files, folders, globs, the standard library, Hugging Face.
 
-`for piece in Reader(Source("texts/"))` gives pieces of documents, in an order that depends on nothing but the input.  A
-new kind of file is a line of FORMATS or PACKINGS and a function.  A file that is named, or matched by a glob, is text
-whatever it is called; a folder is searched for the names in FORMATS.  part_2 comes before part_10.
-
-**Bytes are kept.**  Text is read as bytes and decoded as UTF-8 here, never by open(): no line ending is translated, no
-locale is asked.  A byte order mark is dropped, UTF-16 is refused, a byte that is no UTF-8 stops the run with its offset
-(or becomes U+FFFD, counted, as does half a surrogate pair in JSON, which has no bytes).
+`for piece in Reader(Source("texts/"))` gives pieces of documents, in an order that depends on nothing but the input.
+formats.py reads what is in a file.  One that is named, or matched by a glob, is text where FORMATS does not know its
+ending; a folder is searched for the endings that it knows, links are followed, into no folder twice.  part_2 comes
+before part_10.  Whatever is found and not read is counted, by ending and reason.
 
 **Nothing is held whole.**  A document arrives in pieces of at most PIECE characters, cut where a word begins, so a file
 of 1 GB on one line costs as much memory as any other.  Its hash is needed before its first token is written (is it a
 duplicate? which split is it in?), so files above HOLD are read twice.  Pieces depend on the text alone.
 
-**Positions.**  The last piece of a document carries what to continue from after it: (file, record) for files, the state
-of the stream and the rows since for Hugging Face.  Records before it are skipped without being parsed.
+**Positions.**  The last piece of a document carries what to continue from after it: (file, member, record) for files,
+member being 0 outside of archives; the state of the stream and the rows since for Hugging Face.
 """
 
-import codecs
 import glob
-import gzip
 import hashlib
 import io
 import itertools
-import json
 import os
 import platform
 import re
-import shutil
 import sys
 import sysconfig
-import tempfile
 import time
-import zlib
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,20 +31,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stack.data import formats
 from stack.data.filters import FILTERS
+from stack.data.formats import ARCHIVES, FORMATS, PACKINGS, WHOLE, BadFile, File
 from stack.data.shards import natural
-from stack.data.tokenizer import cut, to_bytes
+from stack.data.tokenizer import BOUNDARY, cut, to_bytes
 
 UNKNOWN = 2**60  # bytes of a source, where only the far end knows
-UNPACKED_FACTOR = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of text per byte of file, roughly
+# bytes of text per byte of file, roughly
+UNPACKED_FACTOR = {".gz": 4, ".zst": 4, ".bz2": 4, ".xz": 5, ".zip": 3, ".parquet": 2}
 PIECE = 1 << 18  # characters in a piece: enough for the tokenizer's speed, few enough to share out among threads
-CHUNK = 1 << 18  # bytes read from a file at a time
 HOLD = 1 << 24  # bytes of one file kept while its hash is taken; longer files are read a second time instead
-MAX_LINE = 1 << 26  # bytes of one JSON line: to be parsed it has to be in memory whole, and several times over
 NOTES = 10  # broken records named in the report of --skip_bad, per source; all are counted
 HUB_SECONDS = 10  # to wait for the first answer of Hugging Face
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # waits between attempts to go on with an interrupted stream
+NO_RECORD = ("has no key", "is not an object")  # what the settings of some program look like
 COMMIT = re.compile("[0-9a-f]{40}")
+BOUNDARY_LINE = re.compile(rf"^{re.escape(BOUNDARY)}\r?$", re.MULTILINE)
 STATE_ROWS = 1000  # rows between two copies of a stream's state: a copy per row costs more than reading the row
 
 
@@ -70,13 +63,15 @@ class Source:
     filter: str = ""  # web, code or math: which documents are kept
     text_key: str = "text"  # the key or column that holds the text
     data_dir: str = ""  # Hugging Face: the part of the repository to read
+    separator: str = ""  # what stands between the documents of a text file
 
     def __post_init__(self):
         if self.filter not in FILTERS:
             raise ValueError(f"{self.source}: there is no filter {self.filter!r}.\n"
                              f"  Use {', '.join(filter(None, FILTERS))}, or leave it out.")
         self.in_hub = self.source.startswith("hf:")
-        self.root, self.names = ("", []) if self.in_hub else list_files(self.source)
+        # passed: what was found and is not read: {".jpg (not known as text)": 3}
+        self.root, self.names, self.passed = ("", [], {}) if self.in_hub else list_files(self.source)
         stats = [os.stat(os.path.join(self.root, name)) for name in self.names]
         self.sizes = [stat.st_size for stat in stats]
         # What a second run of the same command must find unchanged, to continue or to call the work done.
@@ -91,49 +86,81 @@ class Source:
 
     def text_bytes(self) -> int:
         """About how much text this is, or UNKNOWN."""
-        return UNKNOWN if self.in_hub else sum(size * UNPACKED_FACTOR.get(os.path.splitext(name)[1], 1)
+        return UNKNOWN if self.in_hub else sum(size * max(UNPACKED_FACTOR.get(kind, 1) for kind in formats.kinds(name))
                                                for size, name in zip(self.sizes, self.names, strict=True))
 
 
-def list_files(source: str) -> tuple[str, list[str]]:
-    """(folder, names in it) of the files of a source, in natural order."""
-    root, names = "", []
+def list_files(source: str) -> tuple[str, list[str], Counter]:
+    """(folder, names in it, what is there and not read) of a source; the names in natural order."""
+    root, names, passed = "", [], {}  # passed: path -> why
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
-        names = [name for name in _walk(root) if _is_stdlib(name)]
+        names = [name for name in _walk(root, {}) if _is_stdlib(name)]
     elif os.path.isdir(source):
-        root, names = source, list(_walk(source))
+        root, names = source, list(_walk(source, passed))
     elif os.path.exists(source):
+        if why := _no_file(source):
+            raise ValueError(f"{source} is a {why}, which can be read once; text is read several times.\n  Write it to "
+                             "a file, and name that.")
         root, names = os.path.split(source)[0], [os.path.basename(source)]
     elif any(mark in source for mark in "*?["):
         matches = [match for match in glob.glob(source, recursive=True) if "__pycache__" not in match]
-        inside = [f"{match}/{name}" for match in matches if os.path.isdir(match) for name in _walk(match)]
-        # normpath and dict: "**" matches a folder and, once more, what is in it
-        names = list(dict.fromkeys(os.path.normpath(name) for name in [*filter(os.path.isfile, matches), *inside]))
+        inside = [f"{match}/{name}" for match in matches if os.path.isdir(match) for name in _walk(match, passed)]
+        passed |= {match: why for match in matches if not os.path.isdir(match) and (why := _no_file(match))}
+        # by realpath: "**" matches a folder and, once more, what is in it, and follows links in circles
+        found = {os.path.realpath(name): os.path.normpath(name)
+                 for name in reversed([*filter(os.path.isfile, matches), *inside])}
+        names = list(found.values())
+        passed = {name: why for name, why in passed.items() if os.path.realpath(name) not in found}
     else:
-        raise FileNotFoundError(f"{source} not found.\n  A source is a file, a folder, a glob in quotes, stdlib, or "
-                                "hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data set on Hugging Face.")
+        link = f" (a link to {os.readlink(source)})" if os.path.islink(source) else ""
+        raise FileNotFoundError(f"{source}{link} not found.\n  A source is a file, a folder, a glob in quotes, stdlib, "
+                                "or hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data set on Hugging Face.")
+    counts = Counter(passed.values())
     if not names:
-        raise FileNotFoundError(f"{source} has no files to read; looked for {' '.join(FORMATS)}, also with "
-                                f"{' or '.join(PACKINGS)} behind.\n  Text under other names is read when you name the "
-                                "files, or give a glob that matches them.")
-    return root, sorted(names, key=natural)
+        raise FileNotFoundError(f"{source} has no files to read{listed(counts, '; passed over: ')}.\n  Looked for "
+                                f"{' '.join([*FORMATS, *ARCHIVES])}, also with {' '.join(PACKINGS)} behind. Text under "
+                                "other names is read when you name the files, or give a glob that matches them.")
+    return root, sorted(names, key=natural), counts
 
 
-def _walk(folder: str):
+def _no_file(path) -> str:
+    return "" if os.path.isfile(path) else "pipe or device" if os.path.exists(path) else "broken link"
+
+
+def listed(counts: dict, before="", most=12) -> str:
+    """3 .jpg (not known as text), 1 hidden: the most frequent ones"""
+    counts = (+Counter(counts)).most_common()
+    more = [(f"of {len(counts) - most} other kinds", sum(n for _, n in counts[most:]))] if counts[most:] else []
+    return before + ", ".join(f"{n:,} {what}" for what, n in counts[:most] + more) if counts else ""
+
+
+def _walk(folder: str, passed: dict):
+    """The files in a folder that are read. Links are followed, after what is no link, into no folder twice."""
     def stop(error):  # os.walk says nothing about a folder that it may not enter
         raise error
-    for root, folders, names in os.walk(folder, onerror=stop):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        for name in names:
-            if _kind(name) in FORMATS and not name.startswith("."):
-                yield os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/")
+    met = {_inode(above) for above in Path(os.path.abspath(folder)).resolve().parents}
+    for root, folders, names in os.walk(folder, onerror=stop, followlinks=True):
+        ours = "progress.json" in names or {"meta.json", "tokenizer.json"} <= set(names)
+        if ours or _inode(root) in met:
+            passed[root] = "data set" if ours else "folder met before (a link)"
+            folders.clear()
+            continue
+        met.add(_inode(root))
+        passed |= {f"{root}/{name}": "hidden" for name in folders if formats.passed_over(name, ()) == "hidden"}
+        folders[:] = sorted((name for name in folders if f"{root}/{name}" not in passed),
+                            key=lambda name: (os.path.islink(f"{root}/{name}"), name))
+        for name in sorted(names):
+            path = f"{root}/{name}"
+            if why := formats.passed_over(name, {**FORMATS, **ARCHIVES}) or _no_file(path):
+                passed[path] = why
+            else:
+                yield os.path.relpath(path, folder).replace(os.sep, "/")
 
 
-def _kind(name) -> str:
-    """.jsonl for a.jsonl and a.jsonl.gz"""
-    stem, kind = os.path.splitext(name)
-    return os.path.splitext(stem)[1] if kind in PACKINGS else kind
+def _inode(path) -> tuple:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 def _is_stdlib(name: str) -> bool:
@@ -158,13 +185,15 @@ class Reader:
     """The documents of one source in pieces, from the state `after` on.
 
     counts says what was left out or changed so far: documents empty, filtered and bad, bytes replaced by U+FFFD.
+    read says what was read as what, {".jsonl.gz by line": 2}, passed what was not.
     """
 
     def __init__(self, source: Source, *, errors="strict", skip_bad=False, after=None):
         self.source, self.errors, self.skip_bad = source, errors, skip_bad
-        after = after or {"position": None, "counts": {}, "notes": [], "consumed": 0}
+        after = after or {"position": None, "counts": {}, "notes": [], "consumed": 0, "passed": source.passed}
         self.position, self.before, self.file = after["position"], after["consumed"], None
         self.counts, self.notes = Counter(after["counts"]), list(after["notes"])
+        self.read, self.passed = Counter(after.get("read")), Counter(after.get("passed"))
         self.commit = after.get("commit", "")  # of a data set on Hugging Face
 
     def consumed(self) -> int:
@@ -173,12 +202,18 @@ class Reader:
 
     def state(self) -> dict:
         return {"position": self.position, "counts": dict(self.counts), "notes": list(self.notes),
-                "consumed": self.consumed(), **({"commit": self.commit} if self.source.in_hub else {})}
+                "consumed": self.consumed(), "read": dict(self.read), "passed": dict(self.passed),
+                **({"commit": self.commit} if self.source.in_hub else {})}
 
     def __iter__(self):
         keep = FILTERS[self.source.filter]
         for record in self._hub_rows() if self.source.in_hub else self._file_records():
-            key, chunks = hash_text(record) if isinstance(record, str) else hash_file(record)
+            try:
+                key, chunks = hash_text(record, self.counts) if isinstance(record, str) else hash_file(record)
+            except BadFile as error:
+                self._bad_file(error)
+                self.read[record.label] -= 1
+                continue
             pieces = cut(chunks, PIECE)
             begin = next(pieces, "")
             if not begin:
@@ -188,24 +223,66 @@ class Reader:
             else:
                 pairs = itertools.pairwise(itertools.chain([begin], pieces, [None]))
                 for n, (text, following) in enumerate(pairs):
+                    if BOUNDARY in text and not isinstance(record, str):
+                        self.counts["boundary_lines"] += len(BOUNDARY_LINE.findall(text))
                     yield Piece(text, key, n == 0, self.state() if following is None else None)
 
     def _file_records(self):
         """Text, or the File that is one document; self.position is that of the record after it."""
-        start, skip = self.position or (0, 0)
+        start, *first, skip = self.position or (0, 0)
+        first = first[0] if first else 0  # a run that was begun before archives were read knows of none
         self.before = sum(self.source.sizes[:start])
         for number in range(start, len(self.source.names)):
-            path, size = Path(self.source.root, self.source.names[number]), self.source.sizes[number]
-            self.file = File(path, size, self.errors, self.counts)
-            unit, read = FORMATS.get(_kind(path.name), WHOLE)
-            records = read(self.file, self.source.text_key, skip)
-            for record, text, why in records:
-                self.position = (number, record)
-                if why:
-                    self._bad(path, unit, record, why, (other for other, _, why in records if why))
-                else:
-                    yield text
-            self.before, self.file, skip = self.before + size, None, 0
+            for member, file in self._sound(self._files(number, first, skip)):
+                unit, read = FORMATS.get(file.kind, WHOLE)
+                records, new, bad = self._sound(read(file, self.source.text_key, skip)), not skip, self.counts["bad"]
+                for record, text, why in records if file.size else ():
+                    if new and file.kind == ".json" and why.startswith(NO_RECORD) and self._is_found(file):
+                        self.passed[f".json (no key {self.source.text_key!r})"] += 1  # settings of a program, say
+                        new = False
+                        break
+                    if new:
+                        self._count_read(file, "whole" if unit == "document" and not file.separator else f"by {unit}")
+                    self.position, new = (number, member, record), False
+                    if why:
+                        self._bad(file.where, unit, record, why, (other for other, _, why in records if why))
+                    else:
+                        yield text
+                if new and self.counts["bad"] == bad:
+                    self.counts["empty"] += 1
+                skip = 0
+            self.before, self.file, first, skip = self.before + self.source.sizes[number], None, 0, 0
+
+    def _files(self, number, first, skip):
+        """(member, File) of a file, which is member 0 of itself, or of the members of an archive from `first` on."""
+        name, size = self.source.names[number], self.source.sizes[number]
+        path = os.path.join(self.source.root, name)
+        self.file = File(path, name, partial(open, path, "rb"), self.errors, self.counts, size=size,
+                         separator=self.source.separator)
+        if self.file.kind not in ARCHIVES or not size:
+            yield 0, self.file
+        else:
+            if not first and not skip:
+                self._count_read(self.file, "by member")
+            yield from formats.members(self.file, first, self.passed)
+
+    def _is_found(self, file) -> bool:
+        """Not named, but in a folder or an archive with others."""
+        return len(self.source.names) > 1 or file is not self.file
+
+    def _count_read(self, file, how):
+        file.label = f"{file.kind + file.packing or 'file'} {how}"
+        self.read[file.label] += 1
+
+    def _sound(self, records):
+        """The records of a file, up to where it is damaged or turns out to be something else."""
+        some = False
+        try:
+            for record in records:
+                yield record
+                some = True
+        except BadFile as error:
+            self._bad_file(error, ", from there to its end" * some)
 
     def _hub_rows(self):
         """Texts of a data set of Hugging Face; an interrupted stream is taken up where it broke, after a pause."""
@@ -220,8 +297,14 @@ class Reader:
                     if rows == STATE_ROWS:
                         state, rows = stream.state_dict(), 0
                     self.position, waits = (state, rows), list(RETRY_SECONDS)
-                    if isinstance(row.get(key), str):
-                        yield row[key]
+                    if isinstance(text := formats.dig(row, key), str):
+                        self.read["rows"] += 1
+                        yield text
+                    elif "bytes" in row and "file" in row:  # of whole_files
+                        file = File(row["file"], "", lambda: io.BufferedReader(io.BytesIO(row["bytes"])),  # noqa: B023
+                                    self.errors, self.counts)
+                        self._count_read(file, "whole")
+                        yield file
                     else:
                         self._bad(self.source.source, "row with keys", ", ".join(row), f"has no text under {key!r}")
                 return
@@ -234,6 +317,13 @@ class Reader:
                                           "same command again later: it continues.") from None
                 print(f"{what}\n  Trying again in {waits[0]} s.", file=sys.stderr)
                 time.sleep(waits.pop(0))
+
+    def _bad_file(self, error, part=""):
+        if not self.skip_bad:
+            raise error
+        self.counts["bad"] += 1
+        if len(self.notes) < NOTES:
+            self.notes.append(str(error).partition("\n")[0] + part)
 
     def _bad(self, path, unit, number, why, others=()):
         """A broken record: counted under skip_bad, otherwise the end of the run, with the next ones in the file."""
@@ -249,9 +339,11 @@ class Reader:
                          "records out with --skip_bad.")
 
 
-def hash_text(text: str):
-    """(64-bit hash, chunks) of a text in memory; what has no bytes in UTF-8 becomes U+FFFD."""
-    text, data = to_bytes(text)
+def hash_text(record: str, counts: Counter):
+    """(64-bit hash, chunks) of a text in memory; what has no bytes in UTF-8 becomes U+FFFD, counted."""
+    text, data = to_bytes(record)
+    if text is not record:
+        counts["replaced"] += text.count("\ufffd") - record.count("\ufffd")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()), [text]
 
 
@@ -269,180 +361,6 @@ def hash_file(file: "File"):
     return int.from_bytes(hasher.digest()), file.chunks() if size > HOLD else (data.decode() for data in held)
 
 
-# ---- bytes
-
-
-class File:
-    """A file of a source: unpacked, and decoded as UTF-8 with the offset of what is none, or counts["replaced"] of it.
-
-    size: of the file as it lies there.  offset: bytes of text decoded so far.
-    """
-
-    def __init__(self, path: Path, size: int, errors, counts):
-        self.path, self.size, self.errors, self.counts = path, size, errors, counts
-        self.raw, self.offset, self.pending = None, 0, b""  # pending: a character whose end is in the next chunk
-
-    def consumed(self) -> int:
-        """How much of it is read."""
-        return 0 if self.raw is None else self.size if self.raw.closed else self.raw.tell()
-
-    @contextmanager
-    def open(self, text=True):
-        """Its unpacked bytes, buffered; of a text those behind the byte order mark."""
-        unpack = PACKINGS.get(self.path.suffix)
-        with open(self.path, "rb") as self.raw:
-            file = io.BufferedReader(unpack(self.raw), CHUNK) if unpack else self.raw
-            try:
-                if text:
-                    self._start(file)
-                yield file
-            except Exception as error:
-                if not isinstance(error, UNPACK_ERRORS) and type(error).__name__ != "ZstdError":
-                    raise
-                raise ValueError(f"{self.path} cannot be unpacked: {error}\n  It was cut short or damaged: copy it "
-                                 "again, or leave it out.") from None
-
-    def _start(self, file):
-        """Look at the first bytes: skip a byte order mark, refuse UTF-16."""
-        head, self.pending = file.peek(4096)[:4096], b""
-        uneven = abs(head[0::2].count(0) - head[1::2].count(0))  # in UTF-16 every other byte of plain English is 0
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or uneven > max(8, len(head) / 5):
-            raise ValueError(f"{self.path}: UTF-16 from byte 0 on; UTF-8 is needed.\n"
-                             "  Convert it with: iconv -f UTF-16 -t UTF-8 OLD > NEW")
-        self.offset = len(file.read(len(codecs.BOM_UTF8))) if head.startswith(codecs.BOM_UTF8) else 0
-
-    def decode(self, data: bytes, final: bool) -> str:
-        """The next bytes as text; final: a character that they do not complete is none."""
-        data = self.pending + data
-        try:
-            text, used = codecs.utf_8_decode(data, "strict", final)
-        except UnicodeDecodeError as error:
-            if self.errors == "strict":
-                raise ValueError(f"{self.path}: byte {self.offset + error.start} is no UTF-8: "
-                                 f"{error.reason}.\n  Convert the file (iconv -f LATIN1 -t UTF-8, if it is Latin-1), "
-                                 "leave it out, or put U+FFFD there with --errors replace.") from None
-            text, used = codecs.utf_8_decode(data, "replace", final)
-            self.counts["replaced"] += text.count("\ufffd") - data[:used].count("\ufffd".encode())
-        self.pending, self.offset = data[used:], self.offset + used
-        return text
-
-    def chunks(self):
-        """The text, byte for byte but for a byte order mark."""
-        with self.open() as file:
-            while chunk := file.read(CHUNK):
-                yield self.decode(chunk, final=False)
-            yield self.decode(b"", final=True)
-
-
-class Zstd(io.RawIOBase):
-    """The unpacked bytes of a .zst file; zstandard's own reader takes a file that is cut short for a complete one."""
-
-    FEED = 2048  # bytes; four of them can become 128 KiB, so this bounds what is unpacked at a time
-
-    def __init__(self, raw):
-        try:
-            import zstandard
-        except ImportError:
-            raise ImportError(f"{raw.name} needs the package zstandard.\n  Install it with: pip install zstandard"
-                              ) from None
-        self.raw, self.out, self.frame = raw, memoryview(b""), None
-        self.new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj  # `zstd --long` needs large windows
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not self.out:
-            if packed := self.frame and self.frame.unused_data or self.raw.read(self.FEED):
-                if self.frame is None or self.frame.eof:  # the first frame, or one that follows
-                    self.frame = self.new()
-                self.out = memoryview(self.frame.decompress(packed))
-            elif self.frame and not self.frame.eof:
-                raise EOFError("it ends in the middle")
-            else:
-                return 0
-        n = min(len(buffer), len(self.out))
-        buffer[:n], self.out = self.out[:n], self.out[n:]
-        return n
-
-
-# ---- formats: (number, text or File, what is wrong with it or "") of the records behind the first `skip`
-
-
-def read_whole(file: File, key: str, skip: int):
-    """The file itself."""
-    if not skip:
-        yield 1, file, ""
-
-
-def read_json_lines(file: File, key: str, skip: int):
-    """Lines, which end by \\n alone as JSON may hold U+2028."""
-    with file.open() as lines:
-        for number, line in enumerate(iter(partial(lines.readline, MAX_LINE), b""), 1):
-            part = line
-            while len(part) == MAX_LINE and not part.endswith(b"\n"):
-                part = lines.readline(MAX_LINE)
-                file.offset += len(part)
-            if number > skip and part is line and line.strip():
-                yield number, *parse_json(file.decode(line, final=True), key)
-            else:
-                file.offset += len(line)
-                if number > skip and part is not line:
-                    yield number, "", f"is longer than {MAX_LINE:,} bytes"
-
-
-def parse_json(line: str, key: str) -> tuple[str, str]:
-    """(text of a JSON line, what is wrong with it)"""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return "", f"is not JSON ({error})"
-    if not isinstance(record, dict):
-        return "", f"is not an object with the key {key!r}"
-    if not isinstance(record.get(key), str):
-        found = f"has no text under {key!r}" if key in record else f"has no key {key!r}"
-        return "", f"{found}; its keys are {', '.join(record) or 'none'}"
-    return record[key], ""
-
-
-def read_parquet(file: File, key: str, skip: int):
-    """Rows."""
-    import pyarrow
-    import pyarrow.parquet as pq
-    path = file.path
-    try:
-        with file.open(text=False) as rows, tempfile.TemporaryFile() as unpacked:
-            if path.suffix in PACKINGS:  # parquet is read from its end: unpack to an unnamed file, gone when closed
-                shutil.copyfileobj(rows, unpacked, CHUNK)
-                rows = unpacked
-            parquet = pq.ParquetFile(rows, pre_buffer=False, buffer_size=CHUNK)  # else it holds whole row groups
-            names = parquet.schema_arrow.names
-            kind = str(parquet.schema_arrow.field(key).type) if key in names else "nothing"
-            if "string" not in kind:  # string, large_string, string_view, dictionary<values=string ...>
-                raise ValueError(f"{path}: column {key!r} holds {kind}; text is needed. Columns: {', '.join(names)}"
-                                 "\n  Name the one with the text: --text_key COLUMN")
-            row, groups = 0, list(range(parquet.num_row_groups))
-            while groups and row + parquet.metadata.row_group(groups[0]).num_rows <= skip:
-                row += parquet.metadata.row_group(groups.pop(0)).num_rows
-            batches = parquet.iter_batches(batch_size=64, row_groups=groups, columns=[key])
-            texts = (text for batch in batches for text in batch.column(0).to_pylist())
-            for number, text in enumerate(texts, row + 1):
-                if number > skip:
-                    yield number, text, "" if text is not None else f"has nothing in column {key!r}"
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's own message names the file
-            raise
-        raise ValueError(f"{path} cannot be read as parquet: {error}\n  It was cut short, damaged, or is something "
-                         "else: copy it again, or leave it out.") from None
-
-
-WHOLE = ("file", read_whole)  # of any other name as well
-FORMATS = {".txt": WHOLE, ".md": WHOLE, ".py": WHOLE,  # by extension: what a record is called, and who reads it
-           ".jsonl": ("line", read_json_lines), ".parquet": ("row", read_parquet)}
-PACKINGS = {".gz": gzip.open, ".zst": Zstd}  # around any of them: file of packed bytes -> file of the unpacked
-UNPACK_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
-
-
 # ---- Hugging Face
 
 
@@ -458,7 +376,10 @@ def open_hub(source: Source, commit: str = ""):
         raise ImportError(f"{source.source} needs the package datasets.\n  Install it with: pip install datasets"
                           ) from None
     name, config, split, *rest = [*source.source[3:].split(":"), "", ""]
-    local = Path(name).exists()
+    local = os.path.exists(name)
+    if not local and (name.startswith(("/", ".")) or name.count("/") > 1):
+        raise FileNotFoundError(f"{source.source}: there is no folder {name} here.\n  On Hugging Face a data set is "
+                                "called OWNER/NAME.")
     name, _, asked = (name, "", "") if local else name.partition("@")
     if not name or any(rest):
         raise ValueError(f"{source.source} is not hf:NAME[@REVISION][:CONFIG][:SPLIT].\n  For example: "
@@ -490,7 +411,8 @@ def open_hub(source: Source, commit: str = ""):
     try:
         builder = datasets.load_dataset_builder(name, config or None, data_dir=source.data_dir or None,
                                                 revision=revision)
-        stream = builder.as_streaming_dataset(split or "train")
+        lines = builder.name == "text"  # it would make a document of each line, and other line ends: see whole_files
+        stream = whole_files(builder, split or "train") if lines else builder.as_streaming_dataset(split or "train")
     except Exception as error:
         if not trouble or local:
             raise ValueError(f"{source.source} cannot be read: {type(error).__name__}: {error}\n"
@@ -504,8 +426,27 @@ def open_hub(source: Source, commit: str = ""):
     if (commit and found != commit) or (trouble and COMMIT.fullmatch(asked) and found != asked):
         raise ValueError(f"{source.source} is {found} here; {commit or asked} is needed.\n  That is what the run began "
                          "with, or was asked for: bring it back, or start again in another folder.")
-    columns = stream.column_names
-    if columns and source.text_key not in columns:
-        raise ValueError(f"{source.source} has no column {source.text_key!r}; it has {', '.join(columns)}.\n"
-                         "  Name the one that holds the text: --text_key COLUMN")
-    return (stream.select_columns([source.text_key]) if columns else stream), found
+    if lines and source.separator:
+        raise ValueError(f"{source.source} is a data set of text files, which are documents here.\n  To divide them by "
+                         "--separator copy the files here, and name their folder without hf:.")
+    if lines:
+        return stream, found
+    if stream.features:
+        key = formats.check_column(source.source, stream.features.arrow_schema, source.text_key)[0]
+        return stream.select_columns([key]), found
+    return stream, found
+
+
+def whole_files(builder, split):
+    """Rows {"file", "bytes"} of a data set of text files, in the place of the lines that `datasets` would give."""
+    import datasets
+    from datasets.utils.file_utils import xopen
+    files = builder.config.data_files[split]
+    download = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
+    loader = datasets.StreamingDownloadManager(base_path=builder.base_path, download_config=download)
+
+    def rows(files):
+        for name in loader.iter_files(loader.extract(files)):
+            with xopen(name, "rb", download_config=download) as file:
+                yield {"file": name, "bytes": file.read()}
+    return datasets.IterableDataset.from_generator(rows, gen_kwargs={"files": list(files)})

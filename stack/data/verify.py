@@ -6,7 +6,8 @@ import sys
 import numpy as np
 
 from stack.data.shards import fingerprint_data, read_header, read_listed, read_meta, token_blocks, verify_shard
-from stack.data.tokenizer import Tokenizer
+from stack.data.sources import listed
+from stack.data.tokenizer import BOUNDARY, Tokenizer
 from stack.data.writer import Mixture
 
 SHORT_VAL = 8192  # tokens; below it the summary suggests more
@@ -27,6 +28,20 @@ def left_out(sources):
     return f"; left out: {said}" if said else ""
 
 
+def said_of(source: dict) -> list[str]:
+    """What was read of a source as what, and what was not."""
+    read, passed = listed(source.get("read", {}), "read "), listed(source.get("passed", {}), "passed over: ")
+    said = ["; ".join(filter(None, (read, passed)))] if read or passed else []
+    if lines := source.get("boundary_lines"):
+        said.append(f"{lines:,} lines are {BOUNDARY}, which is text here; with --separator '{BOUNDARY}' documents end "
+                    "there")
+    if source.get("separator") and not source.get("separators"):
+        said.append(f"--separator {source['separator']!r} is nowhere in it")
+    if replaced := source.get("replaced"):
+        said.append(f"{replaced:,} times U+FFFD for bytes that were no UTF-8, or half a surrogate pair")
+    return [f"  {source['source']}: {line}" for line in said] + [f"  left out: {note}" for note in source["notes"]]
+
+
 def summary(folder):
     meta = read_meta(folder)
     lines = [f"{folder}: {meta['vocab_size']:,} ids, tokenizer {meta['tokenizer'][:12] or 'gpt2'}"]
@@ -37,10 +52,7 @@ def summary(folder):
     if "command" not in meta:  # shards of llm.c, or another program's meta.json
         return "\n".join(lines)
     lines[0] += left_out(meta["sources"])
-    for source in meta["sources"]:
-        lines += [f"  left out: {note}" for note in source["notes"]]
-        if source.get("replaced"):
-            lines.append(f"  {source['source']}: {source['replaced']:,} times U+FFFD for bytes that were no UTF-8")
+    lines += [line for source in meta["sources"] for line in said_of(source)]
     if mixture := meta["mixture"]:
         lines += ["  mixture " + ", ".join(f"{100 * share:.1f} % {name}" for name, share in mixture["shares"]),
                   f"  at most {mixture['worst_points']} points off the weights in any 1 % of it "

@@ -41,11 +41,13 @@ def fresh(command):
             "sources": [dict(source) for _ in command["sources"]], "splits": {"train": split, "val": dict(split)}}
 
 
-def start(folder, command):
-    """The state that an earlier run of this command left in the folder, or a new one."""
+def start(folder, command, ours):
+    """The state that an earlier run of this command left in the folder, or a new one. ours: the names of its files."""
     path = folder / "progress.json"
-    if path.exists():
-        state = json.loads(path.read_text(encoding="utf-8"))
+    state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if state and not state["tokens"] and state["command"] != json.loads(json.dumps(command)):
+        clean(folder, *ours)  # nothing of another command is here yet, so nothing is in this one's way
+    elif state:
         check_same(folder, state["command"], command)
         print(f"{folder}: continuing after {state['tokens']:,} tokens")
         return state

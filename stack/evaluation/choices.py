@@ -45,7 +45,7 @@ def read_questions(path) -> list[tuple[str, list[str], int]]:
             query, choices, gold = (row[a] if a in row else row[b] for a, b in FIELDS)
             if not (isinstance(query, str) and isinstance(choices, list) and type(gold) in (int, str)
                     and 0 <= (gold := int(gold)) < len(choices)
-                    and all(isinstance(choice, str) and choice.encode() for choice in choices)):
+                    and all(isinstance(choice, str) and choice for choice in choices)):
                 raise ValueError("the question must be text, the choices a list of texts, the right one its number "
                                  "from 0")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -109,11 +109,14 @@ def choices(model, tokenizer, questions, *, device, dtype=torch.float32, rows: i
             pairs.append((before, after))
     likelihood = iter(log_likelihoods(model, pairs, device=device, dtype=dtype, rows=rows))
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
+
+    def n_bytes(text):  # half a surrogate pair is U+FFFD to the tokenizer, in training text too: three bytes either way
+        return len(text.encode("utf-8", "surrogatepass"))
     for _, texts, gold in questions:
         sums = [next(likelihood) for _ in texts]
         if not all(map(math.isfinite, sums)):
             raise ValueError(f"a log-likelihood is {min(sums)}: the weights are damaged. Try an earlier checkpoint.")
-        for name, length in (("acc", lambda text: 1), ("acc_norm", len), ("acc_bytes", lambda t: len(t.encode()))):
+        for name, length in (("acc", lambda text: 1), ("acc_norm", len), ("acc_bytes", n_bytes)):
             each = [value / length(text) for value, text in zip(sums, texts, strict=True)]
             right[name] += each.index(max(each)) == gold
     n, result = len(questions), {"questions": len(questions)}

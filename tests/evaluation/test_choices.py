@@ -166,13 +166,22 @@ def test_hellaswags_own_file(tmp_path):
     ('{"query": 1, "choices": ["b"], "gold": 0}', "line 2"), ("[]", "line 2"),
     ('{"query": "a", "choices": ["b"], "gold": 1e999}', "line 2"), ("[" * 100_000, "line 2"),
     ('{"query": "a", "choices": ["b", "c"], "gold": 0.5}', "line 2"),
-    ('{"query": "a", "choices": ["\\ud800"], "gold": 0}', "line 2"), ("\udcff", "line 2"),
+    ("\udcff", "line 2"),
     ('{"activity_label": "a", "ctx_a": "b", "ctx_b": null, "endings": ["c"], "label": 0}', "line 2"),
     (json.dumps({"query": "", "choices": ["many words " * 99], "gold": 0}), f"context of {CONTEXT}")])
 def test_questions_that_cannot_be_scored_are_named(tmp_path, call, line, named):
     (tmp_path / "q.jsonl").write_text('{"query": "a", "choices": ["b"], "gold": 0}\n' + line, errors="surrogateescape")
     code, out, err = call("--choices", tmp_path / "q.jsonl")
     assert code == 2 and out == "" and named in err and "Traceback" not in err
+
+
+def test_half_surrogates_are_what_they_are_in_training_text(tmp_path, call):
+    """U+FFFD, in questions and choices."""
+    said = []
+    for half in ("\\ud800", "\\ufffd"):
+        (tmp_path / "q.jsonl").write_text(f'{{"query": "a{half}", "choices": ["b{half}", "return x"], "gold": 0}}\n')
+        said.append(call("--choices", tmp_path / "q.jsonl", "--json"))
+    assert said[0][0] == 0 and said[0] == said[1]
 
 
 @pytest.mark.parametrize("flags, named", [
