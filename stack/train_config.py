@@ -40,7 +40,7 @@ class TrainConfig:
     decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd)
     min_lr_fraction: float = 0.0  # where it ends, as a share of the peak
     # every so many steps, and at the end; 0 = never
-    log_interval: int = 10  # a line of numbers
+    log_interval: int = 10  # a line of numbers; its loss is the mean since the last one
     eval_interval: int = 500  # loss on held-out text
     save_interval: int = 1000  # ckpt_last; 0 = only at the end
     sample_interval: int = 2000  # a few lines of text
