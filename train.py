@@ -282,7 +282,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if spike:
             state["spikes"] += 1
             log.write(step=step + 1, spike=grad_norm, skipped=skip)
-            say(f"step {step}: spike {state['spikes']}, a gradient norm of {grad_norm:.3g}{'; skipped' if skip else ''}")
+            say(f"step {step}: spike {state['spikes']}, a gradient norm of {grad_norm:.3g}{'; skipped' * skip}")
         if finite and not skip:
             clip = (cfg.grad_clip / (norm + 1e-6)).clamp(max=1) if cfg.grad_clip else 1.0
             torch._foreach_mul_([local(grad) for grad in grads], correction * clip)
@@ -355,4 +355,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # all is written, line by line; to take torch apart piece by piece takes a second, or ten on a busy machine
+    os._exit(0)  # all is written, line by line; to take torch apart takes a second, or ten on a busy machine
