@@ -192,6 +192,27 @@ def test_the_home_folder(monkeypatch, tmp_path, name, given, meant):
         assert getattr(cfg, name) == meant.replace("HOME", str(tmp_path))
 
 
+def test_paths_of_the_other_commands(monkeypatch, tmp_path, capsys):
+    """What a command's help calls a run, a file or a folder is a path: ~ is the user's home; text stays text."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    p = Parser(prog="command.py")
+    p.add_argument("run")
+    p.add_argument("--prompt", metavar="TEXT")
+    p.add_argument("--out", metavar="FILE", default="~/default")
+    p.add_argument("--more", metavar="FOLDER", nargs="*")
+    sub = Parser(prog="several.py")
+    sub.add_subparsers(dest="which").add_parser("export").add_argument("source", metavar="RUN")
+    args = p.parse_args(["~/a", "--prompt=~/b", "--more", "~/c", "d"])
+    assert vars(args) == {"run": f"{tmp_path}/a", "prompt": "~/b", "out": f"{tmp_path}/default",
+                          "more": [f"{tmp_path}/c", "d"]}
+    assert sub.parse_args(["export", "~/a"]).source == f"{tmp_path}/a"
+    for call in (lambda: p.parse_args(["\udcff"]), lambda: sub.parse_args(["export", "x/\udcff"])):
+        with pytest.raises(SystemExit) as stop:
+            call()
+        assert stop.value.code == 2 and "is no UTF-8" in capsys.readouterr().err
+    assert "'a\\udcff.py' is no UTF-8" in refusal("a\udcff.py")
+
+
 def test_moments_need_a_run():
     """--keep_moments without a run to take them from is refused; with resume, as a command that goes on has it, not."""
     for init_from, problems in (("scratch", 1), ("hf:m", 1), ("out/x", 0), ("resume", 0), ("resume:ckpt_best", 0)):

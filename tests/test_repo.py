@@ -29,9 +29,9 @@ ALONE = {  # what each file that stands in stack/ itself may import
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
     "stack.memory": {"stack.optim"},
     "stack.log": {"stack.config"},
-    "stack.train_config": set(),
+    "stack.train_config": {"stack.config"},
     "stack.resume": {"stack.config", "stack.optim", "stack.train_config"},
-    "stack.start": {"stack.config", "stack.parallel", "stack.train_config"},
+    "stack.start": {"stack.config", "stack.counts", "stack.parallel", "stack.train_config"},
     "stack.report": {"stack.config", "stack.counts", "stack.device", "stack.log", "stack.train_config"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py")
