@@ -21,6 +21,7 @@ weight and the KV cache once per token, and is priced by memory bandwidth alone.
 import json
 import math
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -189,7 +190,7 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
         row("total tied", a["total_tied"], f"table {a['table_share_tied']:.2%}"),
         row("total untied", a["total_untied"], f"tables {a['table_share_untied']:.2%}"),
         row("loss before training", f"{a['expected_initial_loss']:.2f}", "nats: ln V + d_model * 0.02^2 / 2"),
-        *(f"  {group}" for group in a["groups"]),
+        *(textwrap.fill(group, 118, initial_indent="  ", subsequent_indent="    ") for group in a["groups"]),
         "", "Weights",
         row("float32", size(a["bytes_float32"])),
         row("bfloat16", size(a["bytes_bfloat16"])),

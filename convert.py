@@ -207,7 +207,8 @@ COMMANDS = {  # name: what runs, its line of help, what is read, what is written
              "--type", dict(choices=("f16", "q8_0", "bf16", "f32"), default="f16",
                             help="number format of the matrices (f16)")),
     "import": (import_model, "read a Hugging Face folder or nanoGPT's ckpt.pt", "DIR", "RUN",
-               "--tokenizer", dict(help="a data or run folder, or tiktoken's name, instead of DIR's own")),
+               "--tokenizer", dict(metavar="FOLDER",
+                                   help="a data or run folder, or tiktoken's name, instead of DIR's own")),
 }
 READ = {"RUN": "run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)",
         "DIR": "Hugging Face folder, or nanoGPT's ckpt.pt"}

@@ -170,7 +170,7 @@ def parse(argv):
     p.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X",
                    help="divide the logits of ids that were there, in prompt or text, by X; 1 is off (1)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                   help="end before this text; may be given several times")
+                   help="end before this text, which is not shown; may be given several times ($'\\n': a new line)")
     p.add_argument("--special", action="store_true",
                    help='read names such as "<|user|>" in the prompt as special tokens instead of text')
     p.add_argument("--no_stop", action="store_true", help="go on past the end of a document, up to max_new_tokens")

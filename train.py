@@ -95,30 +95,33 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(cfg.seed)
 
-    # 3. data --------------------------------------------------------------------------------------------------------
-    tokenizer = Tokenizer.load(cfg.data_dir)
-    open_data = dict(seq_len=cfg.seq_len, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
-    train_data = TokenData(cfg.data_dir, "train", packing=cfg.packing, **open_data)
-    val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval or cfg.eval_first else None
+    # 3. data, checkpoint --------------------------------------------------------------------------------------------
+    if main and resuming:
+        recover(out_dir)  # what a kill amid a save left behind
+    ranks.barrier()
+    with ranks.together() as found:  # what is not there for one rank, or is another for it, ends all
+        tokenizer = Tokenizer.load(cfg.data_dir)
+        open_data = dict(seq_len=cfg.seq_len, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
+        train_data = TokenData(cfg.data_dir, "train", packing=cfg.packing, **open_data)
+        val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval or cfg.eval_first else None
+        if cfg.init_from.startswith("hf:"):
+            theirs, words = hf.load_folder(cfg.init_from)
+            saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint}
+        else:
+            theirs, saved = None, read_state(source) if source else None
+        model_cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
+        changes = compare(saved, model_cfg, cfg, train_data) if resuming else ()
+        found |= what_it_starts_from(model_cfg, train_data, dtype, saved)
     token_bytes = tokenizer.token_bytes()
     batch_seqs = cfg.batch_tokens // cfg.seq_len
     micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.dp_size)
 
-    # 4. model -------------------------------------------------------------------------------------------------------
+    # 4. model, state ------------------------------------------------------------------------------------------------
     state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0,
              "base": cfg.init_from if finetuning else None,  # whose weights these were
              "norms": spikes.unseen(), "spikes": 0, "unlogged": [0.0, 0]}  # nats and tokens since the last line
-    if main and resuming:
-        recover(out_dir)  # what a kill amid a save left behind
-    ranks.barrier()
-    if cfg.init_from.startswith("hf:"):
-        theirs, words = hf.load_folder(cfg.init_from)
-        saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint}
-    else:
-        theirs, saved = None, read_state(source) if source else None
-    model_cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
     if resuming:
-        for line in compare(saved, model_cfg, cfg, train_data):
+        for line in changes:
             say(line)
         state |= {"tokens": saved["progress"]["seqs_seen"] * saved["train"]["seq_len"], **saved["progress"]}
         state["seqs_seen"] = state["seqs_seen"] * saved["train"]["seq_len"] // cfg.seq_len
@@ -132,7 +135,6 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
     model = GPT(model_cfg)
-    ranks.agree(what_it_starts_from(model, train_data, dtype, saved, state["step"]))
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
     replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile)
@@ -162,7 +164,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         out_dir.mkdir(parents=True, exist_ok=True)
         save_json(out_dir / "config.json", (model_cfg, cfg))
     stop = at_exit.enter_context(StopSignal(launched=ranks.world_size > 1))
-    log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main, run_id=state["wandb_id"],
+    log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main,
+                 run_id=state["wandb_id"] if cfg.checkpoint == "ckpt_last" else None,  # no step twice in one there
                  wandb_project=cfg.wandb_project, wandb_name=cfg.wandb_name, wandb_group=cfg.wandb_group,
                  tensorboard=cfg.tensorboard, config=to_dict((model_cfg, cfg)))
     at_exit.callback(lambda: log.close(curves=not stop.asked))  # drawing takes seconds, which nobody should wait for
@@ -281,8 +284,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if spike:
             state["spikes"] += 1
             log.write(step=step + 1, spike=grad_norm, skipped=skip)
-            say(f"step {step}: the gradient's norm, {grad_norm:.3g}, is far above those of late"
-                f"{'; the step is skipped' if skip else ''} (spike {state['spikes']})")
+            say(f"step {step}: spike {state['spikes']}, a gradient norm of {grad_norm:.3g}{'; skipped' * skip}")
         if finite and not skip:
             clip = (cfg.grad_clip / (norm + 1e-6)).clamp(max=1) if cfg.grad_clip else 1.0
             torch._foreach_mul_([local(grad) for grad in grads], correction * clip)
@@ -355,6 +357,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(0)  # all is written; to take torch apart piece by piece takes a second, or ten on a busy machine
+    os._exit(0)  # all is written, line by line; to take torch apart takes a second, or ten on a busy machine

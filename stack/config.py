@@ -40,6 +40,8 @@ from pathlib import Path
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 KINDS = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "None"}
 WIDTH, HELP_COLUMN = 110, 42  # characters
+PATHS = {"run", "RUN", "out/RUN", "FILE", "FOLDER", "DIR"}  # values that a command's help calls so are paths
+NO_UTF8 = "is no UTF-8, and libraries here open no other names. Rename it."
 IN_PYTHONS_WAY = warnings.formatwarning
 NANOGPTS = {  # names of nanoGPT's flags that are others here: ours
     "dataset": "data_dir", "block_size": "seq_len max_seq_len", "batch_size": "micro_batch_size",
@@ -73,6 +75,7 @@ def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
         except BrokenPipeError:  # `| head`
             sys.stdout = open(os.devnull, "w")
         raise SystemExit(0)
+    _raise([f"{word!a} {NO_UTF8}" for word in argv if no_utf8(word)])
     files, flags, problems = _split(argv, types_of)
     if len(files) > 1:
         problems.append(f"{' and '.join(files)}: one config file at most. A value needs its key: --key=value.")
@@ -101,8 +104,8 @@ def to_dict(instances) -> dict:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse as the commands use it: descriptions as they stand, and a flag that there is not answered as a setting
-    that there is not."""
+    """argparse as the commands use it: descriptions as they stand, a flag that there is not answered as a setting that
+    there is not, paths as settings have them."""
 
     def __init__(self, **options):
         super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options})
@@ -112,6 +115,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             parser = self.named(namespace)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.advice(unknown)}")
+        for action in self.named(namespace)._actions:
+            value = getattr(namespace, action.dest, None)
+            if (action.metavar or action.dest) in PATHS and value is not None:
+                paths = [expand(path) for path in ([value] if isinstance(value, str) else value)]
+                if odd := next(filter(no_utf8, paths), None):
+                    self.error(f"{odd!a} {NO_UTF8}")
+                setattr(namespace, action.dest, paths[0] if isinstance(value, str) else paths)
         return namespace
 
     def named(self, namespace):
@@ -125,6 +135,17 @@ class Parser(argparse.ArgumentParser):
                  for name in action.option_strings if name.startswith("--")]
         flag = next((word for word in unknown if word.startswith("-")), None)
         return flag and "." + nearest(flag.lstrip("-").partition("=")[0].replace("-", "_"), known, "--") or ""
+
+
+def expand(path: str) -> str:
+    """~ as the user's home, also behind hf: and, where shells leave it alone, behind --key="""
+    kind = "hf:" * path.startswith("hf:")
+    return kind + os.path.expanduser(path.removeprefix("hf:"))
+
+
+def no_utf8(text: str) -> bool:
+    """Whether a name holds bytes that are no UTF-8, for which Python has half surrogate pairs."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def nearest(name: str, names, dashes: str = "") -> str:

@@ -125,16 +125,18 @@ def kv_cache_bytes_per_token(cfg: ModelConfig, bytes_per_value: int = 2) -> int:
 
 
 def describe_groups(optimizers, model: GPT) -> list[str]:
-    """Which parameters each optimizer moves, a line for each kind: "Muon: 30 matrices, 983,040 parameters: attn.wq".
+    """Which parameters each optimizer moves, a line for each kind and weight decay: "Muon: 30 matrices, 983,040
+    parameters: attn.wq".  It is said where there is no decay.
 
     Lookup tables, of an nn.Embedding wherever it stands, are a kind of their own.  What no optimizer moves comes last.
     """
     names, looked_up, groups = {p: name for name, p in model.named_parameters()}, tables(model), {}
-    owners = {p: opt for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    owners = {p: (opt, group.get("weight_decay", 0)) for opt in optimizers for group in opt.param_groups
+              for p in group["params"]}
     for p in dict.fromkeys([*owners, *names]):
         kind = "table" if p in looked_up else "vector" if p.ndim < 2 else "matrix"
-        groups.setdefault((owners.get(p), kind), []).append(p)
+        groups.setdefault((*owners.get(p, (None, 0)), kind), []).append(p)
     plural = {"table": "tables", "vector": "vectors", "matrix": "matrices"}
     return [f"{type(opt).__name__ if opt else 'no optimizer'}: {len(some)} {kind if len(some) == 1 else plural[kind]}, "
-            f"{sum(p.numel() for p in some):,} parameters: " + ", ".join(dict.fromkeys(place(names[p]) for p in some))
-            for (opt, kind), some in groups.items()]
+            f"{sum(p.numel() for p in some):,} parameters{', no decay' if opt and not decay else ''}: "
+            + ", ".join(dict.fromkeys(place(names[p]) for p in some)) for (opt, decay, kind), some in groups.items()]

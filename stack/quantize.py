@@ -8,21 +8,26 @@ import torch.nn.functional as F
 
 
 class Int8Linear(nn.Module):
-    """A linear of whole numbers: weights of 8 bits, one scale per row, rounded to nearest; activations as they come."""
+    """A linear of whole numbers: weights of 8 bits, one scale per row, rounded to nearest; activations as they come.
+    Who reads `weight`, to multiply otherwise, gets what the numbers stand for."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         scale = (linear.weight.float().abs().amax(1) / 127).clamp(min=1e-12)  # (out,)
-        self.register_buffer("weight", (linear.weight.float() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("whole", (linear.weight.float() / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale.to(linear.weight.dtype))
         self.bias = linear.bias
 
+    @property
+    def weight(self):
+        return self.whole.to(self.scale.dtype) * self.scale[:, None]
+
     def forward(self, x):
         # a kernel for few rows that does not check what it reads; many rows are unpacked first
-        if x.device.type == "cpu" and x.numel() <= 8 * x.shape[-1] and not any(n % 64 for n in self.weight.shape):
-            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale).view(*x.shape[:-1], -1)
+        if x.device.type == "cpu" and x.numel() <= 8 * x.shape[-1] and not any(n % 64 for n in self.whole.shape):
+            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.whole, self.scale).view(*x.shape[:-1], -1)
         else:
-            y = F.linear(x, self.weight.to(x.dtype)) * self.scale
+            y = F.linear(x, self.whole.to(x.dtype)) * self.scale
         return y if self.bias is None else y + self.bias
 
 
@@ -45,7 +50,7 @@ def quantize_int8(model):
 def _same(int8: Int8Linear, linear: nn.Linear) -> bool:
     """Whether they give the same products of random vectors, in fp32, the linear with int8's rounded weights."""
     int8, linear = copy.deepcopy(int8).float(), copy.deepcopy(linear).float()
-    linear.weight.data = int8.weight * int8.scale[:, None]
+    linear.weight.data = int8.weight
     x = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight)
     try:
         want, got = linear(x), int8(x)

@@ -9,6 +9,7 @@ import torch
 
 from model import ModelConfig
 from stack.config import to_dict
+from stack.counts import build
 from stack.parallel.ranks import read_ranks
 from stack.train_config import TrainConfig
 
@@ -56,9 +57,10 @@ def what_trains(*configs) -> dict:
         str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
 
 
-def what_it_starts_from(model, data, dtype, saved: dict | None, step: int) -> dict:
-    """Data, checkpoint and shapes, by name: what all ranks must have found the same.  saved: the state of a checkpoint
-    or what stands for it."""
-    return {"data": data.data_fingerprint[:12], "dtype": str(dtype).removeprefix("torch."), "step": step,
-            "checkpoint": ((saved or {}).get("checksum") or "")[:12],
-            **{name: f"shape {tuple(p.shape)}" for name, p in model.named_parameters()}}
+def what_it_starts_from(model_cfg: ModelConfig, data, dtype, saved: dict | None) -> dict:
+    """Data, checkpoint and the model's shapes, by name: what all ranks must have found the same.  saved: the state of a
+    checkpoint, or what stands for it."""
+    saved = saved or {}
+    return {"data": data.data_fingerprint[:12], "dtype": str(dtype).removeprefix("torch."),
+            "step": saved.get("progress", {}).get("step", 0), "checkpoint": (saved.get("checksum") or "")[:12],
+            **{name: f"shape {tuple(p.shape)}" for name, p in build(model_cfg).named_parameters()}}

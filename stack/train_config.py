@@ -1,9 +1,10 @@
 """The settings of a training run, each once: type, default, meaning.  ModelConfig, in model.py, has the model's."""
 
 import dataclasses
-import os
 import re
 import typing
+
+from stack.config import NO_UTF8, expand, no_utf8
 
 PATHS = "data_dir", "out_dir", "init_from"
 
@@ -39,7 +40,7 @@ class TrainConfig:
     decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd)
     min_lr_fraction: float = 0.0  # where it ends, as a share of the peak
     # every so many steps, and at the end; 0 = never
-    log_interval: int = 10  # a line of numbers
+    log_interval: int = 10  # a line of numbers; its loss is the mean since the last one
     eval_interval: int = 500  # loss on held-out text
     save_interval: int = 1000  # ckpt_last; 0 = only at the end
     sample_interval: int = 2000  # a few lines of text
@@ -65,8 +66,7 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in PATHS:
-            kind, path = re.fullmatch("(hf:)?(.*)", getattr(self, name), re.DOTALL).groups()
-            setattr(self, name, (kind or "") + os.path.expanduser(path))  # as the shell would, had it seen a path
+            setattr(self, name, expand(getattr(self, name)))
 
     @property
     def checkpoint(self) -> str | None:
@@ -87,8 +87,7 @@ class TrainConfig:
             "be positive, or None": (lambda x: x is None or x > 0, "peak_tflops")}
         found = [f"{name} ({getattr(self, name)}) must {says}."
                  for says, (holds, names) in bounds.items() for name in names.split() if not holds(getattr(self, name))]
-        found += [f"{name} ({getattr(self, name)!a}) is no UTF-8, and libraries here open no other names. Rename it."
-                  for name in PATHS if re.search("[\ud800-\udfff]", getattr(self, name))]  # so Python shows such bytes
+        found += [f"{name} ({getattr(self, name)!a}) {NO_UTF8}" for name in PATHS if no_utf8(getattr(self, name))]
         if self.checkpoint is not None and not re.fullmatch(r"ckpt_\w+", self.checkpoint):
             found.append(f"init_from ({self.init_from}): the name of a checkpoint in out_dir is needed behind resume:. "
                          "Write resume:ckpt_step_N.")

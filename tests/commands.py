@@ -38,7 +38,7 @@ class Commands:
 
     def __exit__(self, *_):
         self.server.stdin.close()
-        self.server.wait(10)
+        self.server.wait(600)
 
 
 def serve():
@@ -65,7 +65,7 @@ def run(folder, argv):
     os.chdir(folder)
     for number, stream in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
         os.dup2(os.open(stream, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdin, sys.stdout, sys.stderr = open(0), *(open(n, "w", buffering=1, closefd=False) for n in (1, 2))
     sys.argv, sys.path[0], code = argv, folder, 0
     try:
         runpy.run_path(argv[0], run_name="__main__")

@@ -142,7 +142,7 @@ def test_who_moves_what_is_said(changed):
     assert describe_groups(make_optimizers(built), built) == [
         "Muon: 14 matrices, 61,440 parameters: attn.wq, attn.wk, attn.wv, attn.wo, mlp.w_gate, mlp.w_up, mlp.w_down",
         "AdamW: 2 tables, 30,720 parameters: embed, attn.ve",
-        "AdamW: 10 vectors, 322 parameters: gain, norm1, attn.q_norm, attn.k_norm, norm2",
+        "AdamW: 10 vectors, 322 parameters, no decay: gain, norm1, attn.q_norm, attn.k_norm, norm2",
         "no optimizer: 1 vector, 64 parameters: norm"]
 
 

@@ -29,9 +29,9 @@ ALONE = {  # what each file that stands in stack/ itself may import
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
     "stack.memory": {"stack.optim"},
     "stack.log": {"stack.config"},
-    "stack.train_config": set(),
+    "stack.train_config": {"stack.config"},
     "stack.resume": {"stack.config", "stack.optim", "stack.train_config"},
-    "stack.start": {"stack.config", "stack.parallel", "stack.train_config"},
+    "stack.start": {"stack.config", "stack.counts", "stack.parallel", "stack.train_config"},
     "stack.report": {"stack.config", "stack.counts", "stack.device", "stack.log", "stack.train_config"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py")
@@ -126,6 +126,16 @@ def test_make_clean_leaves_data_and_runs():
     done = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True)
     deleted = {word for line in done.stdout.splitlines() if line.startswith("rm ") for word in line.split()[2:]}
     assert ".venv" in deleted and not [word for word in deleted if word.startswith(("data", "out", "/", "*"))]
+
+
+def test_make_env_through_a_link(tmp_path):
+    """A .venv that is a link to an environment without the packages is left alone, and said."""
+    for name in ("Makefile", "requirements.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(tmp_path / "elsewhere")
+    done = subprocess.run(["make", "env", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "elsewhere").exists()
+    assert f".venv is a link to {tmp_path / 'elsewhere'}" in done.stderr and "rm .venv" in done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

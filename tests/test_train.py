@@ -485,7 +485,7 @@ def test_nobody_reads(data, tmp_path):
                                env={**os.environ, "PYTHONUNBUFFERED": ""})
     assert process.stdout.readline().startswith("ModelConfig:")
     process.stdout.close()
-    assert (process.wait(60), process.stderr.read()) == (0, "")
+    assert (process.wait(600), process.stderr.read()) == (0, "")
     assert runs.progress(tmp_path / "run")["step"] == 2
 
 

@@ -20,16 +20,21 @@ the start of a run `recover`s what was cut off.
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
+import inspect
+import io
 import json
 import os
 import re
 import shutil
 import time
+import tokenize
 from pathlib import Path
 
 import torch
 
+import model
 from model import ModelConfig
 from stack.data.tokenizer import Tokenizer
 
@@ -53,7 +58,7 @@ def writing(run_dir, name: str, tensors, *, tokenizer: Tokenizer, model_cfg: Mod
     run_dir = Path(run_dir)
     aside = run_dir / f"{name}.new"
     facts = {"format": FORMAT, "torch": torch.__version__, "tokenizer": tokenizer.fingerprint, "model": model_cfg,
-             "train": train_cfg, **more, **state}
+             "train": train_cfg, "model_py": model_code(), **more, **state}
     facts = json.loads(json.dumps(facts, default=_plain_value))  # now: training may go on while this is written
     needed = sum(t.nbytes for t in tensors if torch.is_tensor(t)) + MIB
     try:
@@ -81,6 +86,19 @@ def writing(run_dir, name: str, tensors, *, tokenizer: Tokenizer, model_cfg: Mod
             "  Make room, make the folder writable, or choose another --out_dir.")
         raised.errno = number or errno.EIO
         raise raised from error
+
+
+@functools.cache
+def model_code() -> str:
+    """What model.py says, without comments and docstrings, as a hash: the same under every version of Python."""
+    kept, before = [], tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(model)).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        docstring = token.type == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        kept.append("" if docstring else tokenize.tok_name[token.type] if token.string.isspace() else token.string)
+        before = token.type
+    return hashlib.sha256("".join(kept).replace(" ", "").encode()).hexdigest()[:16]  # blanks: f-strings differ there
 
 
 def recover(run_dir):

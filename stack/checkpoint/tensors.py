@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, ModelConfig
-from stack.checkpoint.folder import STATE, TOKENIZER, read, verify, writing
+from stack.checkpoint.folder import STATE, TOKENIZER, model_code, read, verify, writing
 from stack.counts import undrawn
 from stack.data.tokenizer import Tokenizer
 from stack.parallel.sharding import part_of
@@ -112,6 +112,9 @@ def dcp_faults():
 
 def _copy_weights(model, folder: Path, state: dict):
     """Raises ValueError, before anything is copied, with all that keeps the stored tensors from being the model's."""
+    if state.get("model_py", model_code()) != model_code():  # older checkpoints do not say
+        warnings.warn(f"model.py was changed since {folder} was saved: of these weights it may make another model.",
+                      stacklevel=5)
     own, stored = model.state_dict(), Stored(folder, state)  # own shares the parameters' memory
     key_of, problems = {}, []  # our name -> the file's
     for key in stored.shapes:

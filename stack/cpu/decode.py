@@ -77,8 +77,9 @@ class Step:
     def matrix(self, linear, rows: int, cols: int):
         if type(linear) not in (nn.Linear, Int8Linear):
             raise TypeError
-        return (self.address(linear.weight, rows, cols), self.fp32(getattr(linear, "scale", None), rows),
-                self.fp32(linear.bias, rows), rows, cols, BYTES[linear.weight.dtype])
+        weight = linear.whole if isinstance(linear, Int8Linear) else linear.weight
+        return (self.address(weight, rows, cols), self.fp32(getattr(linear, "scale", None), rows),
+                self.fp32(linear.bias, rows), rows, cols, BYTES[weight.dtype])
 
     def norm(self, part, size: int):
         if type(part) not in (RMSNorm, nn.LayerNorm):

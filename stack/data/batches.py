@@ -70,7 +70,7 @@ class TokenData:
             windows.append(layout.n_windows if layout else max((header.n_tokens - 1 - seq_len) // self.stride + 1, 0))
         self._ends = np.cumsum(windows)  # windows up to and including each shard
         self.n_windows, self.n_tokens = sum(windows), sum(entry["tokens"] for entry in shards)
-        self.n_shards, n_docs = len(windows), self.meta["splits"][split].get("documents")
+        self.n_shards, n_docs = len(windows), self.meta["splits"].get(split, {}).get("documents")
         self.mean_doc_len = self.n_tokens / n_docs if n_docs else None  # in tokens; foreign shards do not say
         filled = self.n_tokens / (self.n_windows * seq_len) if packing == "best_fit" and self.n_windows else 1.0
         self.empty_share, self._order = 1 - filled, (None, None)  # empty_share: of slots without a token

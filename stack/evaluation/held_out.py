@@ -60,7 +60,7 @@ def _warn_of_other_loss(model, nats, x, y, docs):
     with torch.compiler.set_stance("force_eager"):  # a shape that does not come again
         logits = model.logits(model.hidden(x, docs=docs))[0]
     given, own = nats.sum().item(), F.cross_entropy(logits, y[0], reduction="sum").item()
-    if abs(given - own) > 0.005 * own:
+    if abs(given - own) > 0.001 * own:
         warnings.warn(f"the loss head returns {given / own:.3f} of the nats that the logits give: held-out loss and "
                       "bits per byte are no longer those of the text. Add to the loss in chunk_arithmetic only where "
                       "`grad` is true.", stacklevel=3)

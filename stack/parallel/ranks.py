@@ -5,6 +5,7 @@ divide the batch.  What decides something (stop, skip a step, best so far) is a 
 rank goes where another does not.  Tested with gloo on CPU; with nccl none of this has run.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -52,12 +53,24 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier()
 
-    def agree(self, facts: dict):
-        """Raise ValueError on every rank where what one says by some name is not what the others say."""
+    @contextlib.contextmanager
+    def together(self):
+        """A ValueError or OSError of the body on one rank is one on all, as is any difference between what they put
+        into the dict that they get.  Nothing in the body may wait for other ranks."""
+        facts, fault = {}, None
+        try:
+            yield facts
+        except (ValueError, OSError) as error:
+            fault = error
+        said = [(facts, fault and str(fault))] * self.world_size
         if self.world_size > 1:
-            said = [None] * self.world_size
-            dist.all_gather_object(said, facts)
-            compare(said)
+            dist.all_gather_object(said, said[0])
+        if fault is not None:
+            raise fault
+        for rank, (_, text) in enumerate(said):
+            if text is not None:
+                raise ValueError(f"rank {rank} cannot start:\n  {text}")
+        compare([facts for facts, _ in said])
 
 
 def read_ranks(tp: int = 1) -> Ranks:

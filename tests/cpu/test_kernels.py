@@ -179,7 +179,7 @@ def test_int8_linear(shape, dtype, rows):
     """A row's weights are at most half a step of its scale away, and so is the product, with bias, whatever kernel."""
     linear = torch.nn.Linear(*shape).to(dtype)
     int8, x = Int8Linear(linear), torch.randn(rows, 1, shape[0]).to(dtype)
-    back = int8.weight.float() * int8.scale.float()[:, None]
+    back = int8.whole.float() * int8.scale.float()[:, None]
     step = linear.weight.float().abs().amax(1, keepdim=True) / 127
     assert ((back - linear.weight.float()).abs() <= 0.5 * step + 2**-8 * linear.weight.float().abs()).all()
     want = F.linear(x.float(), back, linear.bias.float())

@@ -332,7 +332,7 @@ def test_a_consumer_that_stops_early_leaves_no_thread(folder):
             break
     gc.collect()
     for thread in [t for t in set(threading.enumerate()) - before if t.name.startswith("batches")]:
-        thread.join(5)
+        thread.join(600)
         assert not thread.is_alive()
 
 

@@ -1,6 +1,9 @@
 """A buffer that a fork registers, as nanoGPT its mask, trains, saves, loads and samples; whatever else a fork adds or
 takes away is named where a checkpoint does not have it."""
 
+import inspect
+import warnings
+
 import pytest
 import runs
 import torch
@@ -13,7 +16,9 @@ import model as model_module
 import train
 from model import Attention, generate
 from stack import optim
+from stack.checkpoint import folder, tensors
 from stack.checkpoint.tensors import load_model, load_optimizers, load_weights, save
+from stack.counts import num_params
 from stack.data.tokenizer import Tokenizer
 from stack.optim import make_optimizers
 
@@ -131,6 +136,50 @@ def test_start_values(data, tiny, tmp_path, forked, changes):
     several = run_ranks(data, tmp_path, prepare=started, n=2, **SAME | changes)
     for x, y in zip(runs.log(tmp_path / "one"), runs.log(several), strict=True):
         assert x == pytest.approx(y, rel=1e-5)
+
+
+class Plain(Attention):
+    """A mask that nobody registered, made by a look at a value."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        n = int(torch.tensor(cfg.max_seq_len).item())
+        self.seen = torch.tril(torch.ones(n, n, dtype=torch.bool))
+
+    def attend(self, q, k, v, mask):
+        seen = self.seen[:q.shape[2], :k.shape[2]]
+        return super().attend(q, k, v, seen if mask is None and q.shape[2] > 1 else mask)
+
+
+def test_a_tensor_that_is_no_buffer(data, tiny, tmp_path, forked):
+    """It is there in a model that was loaded, too, and what is counted without memory is counted."""
+    forked(Plain)
+    model = tiny()
+    write(tmp_path, model, data)
+    before = torch.get_rng_state()
+    loaded = load_model(tmp_path)[0]
+    assert torch.equal(before, torch.get_rng_state())
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(loaded(ids), model.eval()(ids))
+    assert num_params(model.cfg)["total"] == sum(p.numel() for p in model.parameters())
+
+
+def test_another_model_py_is_said(data, tiny, tmp_path, monkeypatch):
+    """Who loads weights with another model.py than they were saved with is told; comments make it no other."""
+    write(tmp_path, tiny(), data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(tmp_path)
+    text = inspect.getsource(model_module)
+
+    def code(text):
+        monkeypatch.setattr(inspect, "getsource", lambda module: text)
+        return folder.model_code.__wrapped__()
+    assert code(text) == code(text.replace("# the lookup", "# another").replace('"""The decoder', '"""A decoder')
+                              + "# more\n") != code(text.replace("1 if", "2 if") + "x = 1\n")
+    monkeypatch.setattr(tensors, "model_code", lambda: "another")
+    with pytest.warns(UserWarning, match="model.py was changed since .*ckpt_last was saved"):
+        load_model(tmp_path)
 
 
 def write(run, model, data, **more):

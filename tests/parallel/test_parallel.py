@@ -197,7 +197,7 @@ def in_a_folder_of_its_own():
     os.chdir(os.environ["RANK"])
 
 
-@pytest.mark.parametrize("what", ["settings", "data"])
+@pytest.mark.parametrize("what", ["settings", "data", "no data"])
 def test_ranks_that_would_train_something_else(data, tmp_path, monkeypatch, what):
     """Other settings, or other data under the same name, are refused by all ranks, by name and with who has what;
     nothing is trained, nobody is left waiting."""
@@ -214,12 +214,15 @@ def test_ranks_that_would_train_something_else(data, tmp_path, monkeypatch, what
             (tmp_path / rank / "data" / "meta.json").write_text(json.dumps(meta))
         configs, prepare = runs.settings("data", tmp_path / "run", **SAME), in_a_folder_of_its_own
         said = [f"data: {'0' * 12} on rank 0; {'1' * 12} on rank 1"]
+        if what == "no data":
+            shutil.rmtree(tmp_path / "1" / "data")
+            said = ["data not found."]
     monkeypatch.chdir(tmp_path)
     assert runs.finish(*runs.start_ranks(2, configs, tmp_path / "output", prepare=prepare, of_rank=flags)) == [2, 2]
     for rank in range(2):
         output = (tmp_path / f"output.{rank}").read_text()
         assert all(line in output for line in said) and "Traceback" not in output, output
-        assert output.count(" on rank 1") == len(said)
+        assert output.count(" on rank 1") == len(said) * (what != "no data")
     assert not (tmp_path / "run").exists()
 
 
