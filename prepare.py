@@ -50,7 +50,7 @@ from itertools import chain, tee
 from math import ceil
 from pathlib import Path
 
-from stack.config import Parser, explain
+from stack.config import Parser, expand, explain
 
 try:
     from stack.data.parts import HELD, of_val, parts
@@ -145,12 +145,6 @@ def count(text: str) -> int:
     if number != int(number):
         raise ValueError
     return int(number)
-
-
-def expand(path: str) -> str:
-    """~ as the user's home, also behind hf:"""
-    start = "hf:" * path.startswith("hf:")
-    return start + os.path.expanduser(path.removeprefix("hf:"))
 
 
 def is_recipe(source: str) -> bool:
