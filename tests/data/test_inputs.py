@@ -444,13 +444,18 @@ def test_pipes_and_devices(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="names of POSIX are bytes")
 def test_names_that_are_no_utf8(tmp_path, vocabulary, capsys):
-    """Files, folders, out and notes: made, taken for done by the same command, verified."""
-    folder, out = (os.fsdecode(os.fsencode(tmp_path) + name) for name in (b"/caf\xe9", b"/out\xff"))
+    """Files, folders and notes: made, taken for done by the same command, verified.  Data that training could not open
+    are not made."""
+    folder, odd, out = (os.fsdecode(os.fsencode(tmp_path) + name) for name in (b"/caf\xe9", b"/out\xff", b"/out"))
     os.mkdir(folder)
     for i, text in enumerate(CORPUS):
         with open(os.path.join(folder, os.fsdecode(b"\xe9_%d.txt" % i)), "wb") as file:
             file.write(text.encode() if i else b"\xff")
-    argv = [folder, "--out", out, "--tokenizer", vocabulary, "--val_fraction", "0.2", "--skip_bad"]
+    argv = [folder, "--tokenizer", vocabulary, "--val_fraction", "0.2", "--skip_bad", "--out"]
+    with pytest.raises(SystemExit):
+        run(*argv, odd)
+    assert "is no UTF-8" in capsys.readouterr().err and not os.path.exists(odd)
+    argv.append(out)
     assert run(*argv) == 0 and "read 39 .txt whole" in (said := capsys.readouterr().out)
     assert r"caf\udce9/\udce9_0.txt: byte 0 is no UTF-8" in said
     assert run(*argv) == 0 and "nothing to do" in capsys.readouterr().out
