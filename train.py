@@ -137,7 +137,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     model = GPT(model_cfg)
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
-    replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile)
+    replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile,
+                          doc_mask=cfg.doc_mask)
     if cfg.tp > 1:
         say(tensor_parallel.plan(model_cfg, cfg.tp))
     if theirs is not None:  # `model` is the bare module or its shards: evaluation, samples, checkpoints
