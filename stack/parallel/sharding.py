@@ -15,6 +15,7 @@ rank holds the whole of them (4 bytes a parameter) until then.
 
 import functools
 import logging
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -120,7 +121,7 @@ def check_cut(model, ranks: Ranks, device: torch.device, doc_mask: bool):
 
     def step(model):
         torch.manual_seed(0)
-        ids = torch.randint(model.cfg.vocab_size, (1, n + 1), device=device)
+        ids = torch.randint(model.cfg.vocab_size, (1, n + 1)).to(device)
         docs = (torch.arange(n, device=device)[None] >= n // 3).int() if doc_mask else None
         try:
             loss = model(ids[:, :-1], ids[:, 1:], docs=docs)
@@ -139,6 +140,7 @@ def check_cut(model, ranks: Ranks, device: torch.device, doc_mask: bool):
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(0)
             for name in silent:
                 fill(parts[name], torch.nn.init.normal_(complete.get_parameter(name), std=0.02))
             try:
@@ -147,8 +149,9 @@ def check_cut(model, ranks: Ranks, device: torch.device, doc_mask: bool):
                 raise
             except Exception as error:
                 step(complete)  # a mistake that has nothing to do with the cut speaks for itself
-                raise ValueError(f"with tp ({ranks.tp}) this model does not run ({type(error).__name__}: "
-                                 f"{str(error).strip().splitlines()[0]}). {tensor_parallel.INSTEAD}") from error
+                why = traceback.format_exception_only(error)[0].splitlines()[0]
+                raise ValueError(f"with tp ({ranks.tp}) this model does not run ({why}). "
+                                 f"{tensor_parallel.INSTEAD}") from error
             tensor_parallel.sum_shared_gradients(model, ranks.mesh.get_group("tp"))
             for name, p in complete.named_parameters():
                 if p.requires_grad_(parts[name].requires_grad).requires_grad:

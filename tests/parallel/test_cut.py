@@ -116,6 +116,12 @@ class LogitBias(GPT):
                                   n_valid_vocab=self.cfg.vocab_size, reduction=reduction)
 
 
+class Asserting(Block):
+    def forward(self, x, *args):
+        assert not hasattr(self.mlp.w_up.weight, "placements")
+        return super().forward(x, *args)
+
+
 class Broken(Block):
     def forward(self, x, rope, mask, cache=None):
         raise KeyError("a mistake of the fork's own")
@@ -203,7 +209,8 @@ REFUSED = {  # classes; what the sentence says
     "alibi under documents": (dict(Attention=AlibiUnderDocuments), ["another model", "the gradient of blocks."]),
     "passed in": (dict(Attention=Scaled, Block=Scaling), ["another model", "the gradient of blocks.", ".temp differs"]),
     "logit bias": (dict(GPT=LogitBias), ["tp (2) this model does not run", "mixed torch.Tensor and DTensor", "Use"]),
-    "broken": (dict(Block=Broken), ["a mistake of the fork's own"])}
+    "assertion": (dict(Block=Asserting), ["tp (2) this model does not run (AssertionError). Use"]),
+    "broken": (dict(Block=Broken), ["KeyError: a mistake of the fork's own"])}
 ALLOWED = {
     "more": dict(Attention=MoreArguments, MLP=Squared, Block=Gains),
     "counting": dict(GPT=Counting)}
@@ -212,8 +219,10 @@ ALLOWED = {
 def said(classes, *args):
     try:
         cut(classes, this_rank(), *args)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         return str(error)
+    except KeyError as error:
+        return f"KeyError: {error.args[0]}"
     return None
 
 
@@ -225,6 +234,7 @@ def a_step(classes, dp, checked):
             patch.setattr(sharding, "check_cut", lambda *args: None)
         model = cut(classes, ranks, dp=dp)
     assert all(p.grad is None for p in model.parameters())
+    assert model.embed.weight.requires_grad != (classes == ALLOWED["counting"])
     left = [t.clone() for t in (*map(sharding.local, model.parameters()), *model.buffers(), torch.get_rng_state())]
     ids = torch.randint(0, 300, (2, 33))
     loss = model(ids[:, :-1], ids[:, 1:])
