@@ -137,7 +137,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     model = GPT(model_cfg)
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
-    replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile)
+    replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile,
+                          doc_mask=cfg.doc_mask)
     if cfg.tp > 1:
         say(tensor_parallel.plan(model_cfg, cfg.tp))
     if theirs is not None:  # `model` is the bare module or its shards: evaluation, samples, checkpoints
@@ -177,10 +178,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     if main:
         at_exit.callback(report)
     state["wandb_id"] = log.run_id
-    sharded = cfg.tp > 1 or cfg.dp == "fsdp" and ranks.dp_size > 1
-    saves = Saves(out_dir, sharded=sharded, main=main, say=say, step=state["step"] if resuming else None, model=model,
-                  optimizers=optimizers, scaler=scaler, tokenizer=tokenizer, model_cfg=model_cfg, train_cfg=cfg,
-                  keep=cfg.keep)
+    saves = Saves(out_dir, sharded=cfg.tp > 1 or cfg.dp == "fsdp" and ranks.dp_size > 1, main=main, say=say,
+                  step=state["step"] if resuming else None, model=model, optimizers=optimizers, scaler=scaler,
+                  tokenizer=tokenizer, model_cfg=model_cfg, train_cfg=cfg, keep=cfg.keep)
     batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, rank=ranks.dp_rank,
                       world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
     at_exit.callback(batches.close)

@@ -15,6 +15,7 @@ rank holds the whole of them (4 bytes a parameter) until then.
 
 import functools
 import logging
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,18 @@ from stack.parallel import tensor_parallel
 from stack.parallel.ranks import Ranks
 from stack.parallel.tensor_parallel import local
 
+BOUND = 5e-3  # of a difference, as its share of a gradient's norm: rounding makes 4e-6 (Stack-100M, GPT-2)
+FLOOR = 1e-4  # of the largest norm: smaller ones count as that.  The gradients of GPT-2's key biases are rounding alone
+
 
 def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", dtype: torch.dtype = torch.float32,
-                remat: str = "none", compile: bool = False):
+                remat: str = "none", compile: bool = False, doc_mask: bool = False):
     """This process's part of a built model, to be called like it; `model` itself is changed in place.
 
     The order is the only one that works: tensor parallelism changes what a projection holds, recomputation wraps a
     block, the compiler sees both, data parallelism goes around it all.  dtype: of the matmuls, as autocast has it.
     Each process builds the whole model, so that what a constructor sets is what all start from, and keeps its part.
+    doc_mask: whether it will be given documents, for `check_cut`.  Raises ValueError where a model cannot be cut.
     """
     sharded = dp == "fsdp" and ranks.dp_size > 1
     if ranks.tp > 1 and dtype == torch.float16:
@@ -43,6 +48,7 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
     if ranks.tp > 1:
         tensor_parallel.apply(model, ranks.mesh["tp"])
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two dimensions, two sums
+        check_cut(model, ranks, device, doc_mask)
     if remat != "none":
         for block in model.blocks:
             block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
@@ -101,6 +107,78 @@ def whole(model, compile: bool = False):
     if compile:
         twins.compile_blocks(put_together, next(put_together.parameters()).device, like=model)
     return put_together
+
+
+def check_cut(model, ranks: Ranks, device: torch.device, doc_mask: bool):
+    """Hold a model just cut by tensor_parallel.apply against itself put together: the loss and each gradient of 64
+    random tokens in fp32, two documents under doc_mask.  The model is left as it was, without gradients.
+
+    The loss head is model.py's for both: the one that is cut has a check of its own, in twins.py.  It takes the memory
+    of all weights.  Raises ValueError, on all ranks together, that names what differs most.
+    """
+    complete, parts, n = whole(model), dict(model.named_parameters()), min(model.cfg.max_seq_len, 64)
+    silent = [name for name in parts if not complete.get_parameter(name).any()]  # zeros hide what others do
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # which both have
+    precision, head, found = torch.get_float32_matmul_precision(), model.cross_entropy, {}
+
+    def step(model):
+        torch.manual_seed(0)
+        ids = torch.randint(model.cfg.vocab_size, (1, n + 1)).to(device)
+        docs = (torch.arange(n, device=device)[None] >= n // 3).int() if doc_mask else None
+        try:
+            loss = model(ids[:, :-1], ids[:, 1:], docs=docs)
+            loss.backward()
+        finally:
+            for name, buffer in buffers.items():
+                model.get_buffer(name).copy_(buffer)
+        return loss.detach()
+
+    def compare(name, p):  # by each rank for its part, as soon as it is there: no second model of gradients is held
+        want, got, p.grad = p.grad, parts[name].grad, None
+        want, got = (want, 0 * want) if got is None else (local(part_of(want, got)), local(got))
+        found[name] = (got - want).norm(), want.norm()
+    model.cross_entropy = lambda hidden, weight, *args, **options: head.plain(
+        hidden, weight.full_tensor(), *args, **options)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(0)
+            for name in silent:
+                fill(parts[name], torch.nn.init.normal_(complete.get_parameter(name), std=0.02))
+            try:
+                got = step(model)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                step(complete)  # a mistake that has nothing to do with the cut speaks for itself
+                why = traceback.format_exception_only(error)[0].splitlines()[0]
+                raise ValueError(f"with tp ({ranks.tp}) this model does not run ({why}). "
+                                 f"{tensor_parallel.INSTEAD}") from error
+            tensor_parallel.sum_shared_gradients(model, ranks.mesh.get_group("tp"))
+            for name, p in complete.named_parameters():
+                if p.requires_grad_(parts[name].requires_grad).requires_grad:
+                    p.register_post_accumulate_grad_hook(functools.partial(compare, name))
+            want = step(complete)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        model.cross_entropy = head
+        with torch.no_grad():
+            for name in silent:
+                parts[name].zero_()
+    found |= {name: (local(p.grad).norm(), 0 * want) for name, p in parts.items()
+              if p.grad is not None and name not in found}
+    model.zero_grad()
+    names = [name for name in parts if name in found]
+    differ, size = torch.tensor([found[name] for name in names], device=device).T
+    shares = torch.cat((differ / size.clamp(min=FLOOR * size.max()), ((got - want) / want).abs()[None]))
+    shares = shares.nan_to_num(nan=torch.inf)
+    dist.all_reduce(shares, dist.ReduceOp.MAX)
+    if n_wrong := int((shares > BOUND).sum()):
+        worst = int(shares.argmax())
+        what = f"the gradient of {names[worst]}" if worst < len(names) else "the loss"
+        raise ValueError(f"with tp ({ranks.tp}) another model would be trained: on random tokens {what} differs by "
+                         f"{shares[worst]:.1%} from that of the model put together"
+                         f"{f', and {n_wrong - 1} more do' if n_wrong > 1 else ''}. {tensor_parallel.INSTEAD}")
 
 
 def total_norm(grads) -> torch.Tensor:

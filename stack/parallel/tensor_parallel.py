@@ -34,6 +34,10 @@ from stack.compiled import run_chunk
 from stack.twins import replace_function
 
 ROWS = 128  # of the table, on each rank, are a multiple of this: as Megatron pads, for the matmuls' sake
+BY_ROWS = "attn.wq", "attn.wk", "attn.wv", "mlp.w_gate", "mlp.w_up"  # of what is stored, y = x @ W.T
+BY_COLUMNS = "attn.wo", "mlp.w_down"
+GAINS = "attn.q_norm", "attn.k_norm"  # whole, and seen by a rank's own heads
+INSTEAD = "Use --dp fsdp or ddp with --tp=1, or state in tensor_parallel.apply (stack/parallel) how it is cut."
 
 
 def problems(cfg: ModelConfig, tp: int) -> list[str]:
@@ -67,33 +71,61 @@ def plan(cfg: ModelConfig, tp: int) -> str:
     return "\n".join([f"tensor parallel over {tp} ranks, each holds"] + [f"  {k:<14}{v}" for k, v in kinds.items()])
 
 
+def unknown(model: GPT, tp: int) -> list[str]:
+    """Why the blocks of `model` cannot be cut: what else is in their attn and mlp, or not there, by its name in the
+    first block of which it is so, as a sentence; empty when all is known.  Elsewhere in a block all is whole."""
+    found = {}
+    for i, block in enumerate(model.blocks):
+        layers = dict(block.named_modules())
+        left_out = tuple(f"{part}." for part in ("attn", "mlp") if getattr(block, part, ...) is None)  # by a fork
+        for name in (*BY_ROWS, *BY_COLUMNS):
+            optional = name == "mlp.w_gate" and name not in layers or name.startswith(left_out)
+            if not isinstance(layers.get(name), nn.Linear) and not optional:
+                found.setdefault(name, f"blocks.{i}.{name} ({'no nn.Linear' if name in layers else 'not there'})")
+        for name, _ in block.named_parameters():
+            layer, _, own = name.rpartition(".")
+            if name.startswith(("attn.", "mlp.")) and layer not in GAINS and (
+                    own not in ("weight", "bias") or layer not in (*BY_ROWS, *BY_COLUMNS)):
+                found.setdefault(name, f"blocks.{i}.{name}")
+    if not found:
+        return []
+    names = list(found.values())
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return [f"tp ({tp}) cuts the Attention and MLP of model.py; here it does not know {', '.join(names[:6])}{more}. "
+            f"{INSTEAD}"]
+
+
 def apply(model: GPT, mesh):
     """Cut a built model, in place, over the ranks of a 1-D device mesh; all ranks call it, with the same weights.
 
     Parameters that are cut become DTensors over `mesh`.  Call it before FSDP and before optimizers are made.  What is
     left is for training: forward needs targets, and sharding.whole gives the model that can be sampled from.
-    Raises ValueError with all `problems`.
+    Raises ValueError with all `problems` and what is `unknown`.
     """
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel
-    if found := problems(model.cfg, mesh.size()):
+    from torch.distributed.tensor import Shard, distribute_tensor, parallel
+    if found := problems(model.cfg, mesh.size()) + unknown(model, mesh.size()):
         raise ValueError("\n".join(found))
-
-    # The first argument becomes a DTensor once for all column-parallel matrices: left to each of wq wk wv, the backward
-    # would sum three times.
-    def shared(*others):
-        layouts = Replicate(), *others
-        return parallel.PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
     by_rows, by_columns = parallel.ColwiseParallel(), parallel.RowwiseParallel()  # named for y = x @ W, stored is W.T
     for block in model.blocks:
+        layers = dict(block.named_modules())
         parallel.parallelize_module(block, mesh, {
-            "attn": shared(None, None, None), "attn.wq": by_rows, "attn.wk": by_rows, "attn.wv": by_rows,
-            "attn.wo": by_columns, "mlp": shared(), "mlp.w_up": by_rows, "mlp.w_down": by_columns,
-            **({"mlp.w_gate": by_rows} if block.mlp.w_gate is not None else {})})
+            name: by_rows if name in BY_ROWS else by_columns for name in (*BY_ROWS, *BY_COLUMNS) if name in layers})
+        for part in ("attn", "mlp"):
+            if part in layers:
+                layers[part].register_forward_pre_hook(functools.partial(_shared, mesh))
     for module in (model.embed, model.head):
         if module is not None:
-            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]),
+                                         requires_grad=module.weight.requires_grad)
     model.embed.forward = functools.partial(_lookup, model.embed, mesh)
     replace_function(model, "cross_entropy", functools.partial(cross_entropy, mesh=mesh))
+
+
+def _shared(mesh, module, args):
+    """Before attn and mlp: the first argument becomes a DTensor once for all column-parallel matrices.  Left to each of
+    wq wk wv, the backward would sum three times."""
+    from torch.distributed.tensor import DTensor, Replicate
+    return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]) if args else args
 
 
 def sum_shared_gradients(model: GPT, group):
@@ -101,8 +133,8 @@ def sum_shared_gradients(model: GPT, group):
 
     Once a step: in each micro step's backward it would cost 2 L small all-reduces.
     """
-    gains = [local(p.grad) for block in model.blocks for norm in (block.attn.q_norm, block.attn.k_norm)
-             for p in norm.parameters() if p.grad is not None]
+    gains = [local(p.grad) for block in model.blocks for name, p in block.named_parameters()
+             if name.rpartition(".")[0] in GAINS and p.grad is not None]
     if gains:
         flat = torch.cat([grad.flatten() for grad in gains])
         dist.all_reduce(flat, group=group)
