@@ -4,6 +4,7 @@
     python prepare.py books/ notes.txt "logs/*.jsonl.gz" --out data/mine
     python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT --max_tokens 10e9 --out data/edu
     python prepare.py configs/data_stack100m.py --out data/stack100m
+    python prepare.py chat.jsonl --chat --tokenizer out/demo --out data/chat
     python prepare.py verify data/mine
     python prepare.py show data/mine --doc 17
 
@@ -37,10 +38,12 @@ import difflib
 import errno
 import hashlib
 import io
+import json
 import os
 import random
 import re
 import runpy
+import shlex
 import shutil
 import sys
 import tokenize
@@ -53,8 +56,9 @@ from pathlib import Path
 from stack.config import Parser, expand, explain
 
 try:
+    from stack.data import chat
     from stack.data.parts import HELD, of_val, parts
-    from stack.data.shards import read_header, read_meta, write_meta
+    from stack.data.shards import read_header, read_meta, token_blocks, write_meta
     from stack.data.sources import UNKNOWN, Reader, Source
     from stack.data.tokenizer import SPECIALS, Tokenizer, special_pattern, train_tokenizer
     from stack.data.verify import human, left_out, said_of, show, summary, verify
@@ -97,6 +101,9 @@ def parse_args(argv):
         help="the key or column with the text in .json, .csv, .parquet, hf: and the like; a.b is b inside of a (text)")
     add("--separator", default="", metavar="TEXT",
         help="what stands between the documents of a text file, as '<|endoftext|>'; \\n in it is a line end (none)")
+    add("--chat", action="store_true", help='records are conversations, {"messages": [{"role", "content"}]} or '
+        '{"conversations": [{"from", "value"}]}, to learn the assistant\'s part of; of stdlib and .py files: questions '
+        "about what is in them")
     add("--errors", choices=("strict", "replace"), default="strict",
         help="at bytes that are no UTF-8 stop, or put U+FFFD there and count (strict)")
     add("--skip_bad", action="store_true", help="leave broken records and files out instead of stopping at them")
@@ -121,6 +128,8 @@ def parse_args(argv):
         args.vocab_size = 32768
     if args.val and args.val_fraction:
         parser.error("--val_fraction is for text that is held out; --val names texts of its own")
+    if args.chat and (args.text_key != "text" or args.separator or args.special):
+        parser.error("--text_key, --separator and --special are for text; in a conversation all that is typed is text")
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val else 0.01
     args.special, args.val = sorted(set(args.special)), list(map(expand, args.val))
@@ -212,7 +221,8 @@ def changed(then, now: dict) -> str:
 def make(job):
     """The whole run. job: what parse_args found; its sources become Source objects here."""
     # 1. What decides the bytes of the set
-    job.sources = [Source(**{"text_key": job.text_key, "separator": job.separator.replace("\\n", "\n"), **source})
+    job.sources = [Source(**{"text_key": job.text_key, "separator": job.separator.replace("\\n", "\n"),
+                             "chat": job.chat, **source})
                    for source in [*job.recipe, *(dict(source=source) for source in job.val)]]
     identities = [source.identity for source in job.sources]
     command = {"sources": identities[:len(job.recipe)], **({"val": identities[len(job.recipe):]} if job.val else {}),
@@ -271,6 +281,8 @@ def write_set(job, command, state):
     if job.val_fraction and state["longest"] and not both and not state["share"]:
         share, least = ceil(100 * HELD / state["longest"]) / 100, HELD
         share, least = (share, least) if share <= 0.5 else (0.5, HELD // 16)
+        if all(source.chat for source in job.sources):  # whole ones: as much as holds out one at least
+            share = int(100 * state["lowest"] + 1) / 100
         print(f"{state['documents']} document(s) are too few, or too short, for --val_fraction {job.val_fraction:g}: "
               f"{share:g} of the text is held out.\n  If more text is to come, give --val_fraction {share:g} or more, "
               "or --val FILES; else what is held out now will be trained on then.")
@@ -284,10 +296,16 @@ def write_set(job, command, state):
         raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
                          f"and val{said}")
     # 5. What they are, in meta.json
+    extra = {}
+    if any(source.chat for source in job.sources):
+        ids, files = chat.marks_of(tokenizer), [entry["file"] for split in splits.values() for entry in split]
+        paths = [job.folder / name for name in files]
+        extra["chat"] = {"ids": ids, **chat.census(
+            chain.from_iterable(token_blocks(path, read_header(path).dtype) for path in paths), ids)}
     write_meta(job.folder, sources=report(job, state), fingerprint=tokenizer.fingerprint,
                vocab_size=tokenizer.vocab_size, boundary_id=tokenizer.boundary_id, splits=splits, command=command,
                read_by=state["read_by"], tokenizer_sample=state["tokenizer"]["sample"], mixture=state["mixture"],
-               split_rule="val" if job.val else "content", not_remembered=state["seen"][1])
+               split_rule="val" if job.val else "content", not_remembered=state["seen"][1], **extra)
 
 
 def encode(job, tokenizer, state):
@@ -300,7 +318,7 @@ def encode(job, tokenizer, state):
                for source, record in zip(job.sources, records, strict=True)]
     others = tuple(sorted({*tokenizer.special_ids} - {*job.special}))
     streams = [encoded(parts_of(job, reader, record["val"], state["share"], others=others, val_lines=val_lines),
-                       tokenizer, job) for reader, record in zip(readers, records, strict=True)]
+                       tokenizer, job, reader.source.chat) for reader, record in zip(readers, records, strict=True)]
     output.save()
     in_tokens = job.max_tokens or any(source.in_hub for source in job.sources)
 
@@ -325,6 +343,8 @@ def encode(job, tokenizer, state):
 
 def parts_of(job, reader, val, share=None, **more):
     share, least = share or (job.val_fraction, HELD)
+    if reader.source.chat:
+        return parts(reader, share, least=least, val=val, whole=True)
     return parts(reader, share, least=least, val=val, whole=reader.source.source == "stdlib",
                  special=tuple(job.special), **more)
 
@@ -334,10 +354,11 @@ def held(job):
     return of_val(Reader(source, errors=job.errors, skip_bad=job.skip_bad) for source in job.sources[len(job.recipe):])
 
 
-def encoded(parts, tokenizer, job):
+def encoded(parts, tokenizer, job, talk: bool):
     """The parts with their ids; threads encode a little ahead."""
     parts, ahead = tee(parts)
-    for ids in tokenizer.encode_documents((part.text for part in parts), job.workers, tuple(job.special)):
+    encode = (lambda text: chat.encode(tokenizer, json.loads(text))[1:]) if talk else None
+    for ids in tokenizer.encode_documents((part.text for part in parts), job.workers, tuple(job.special), encode):
         yield next(ahead)._replace(text="", ids=ids)
 
 
@@ -390,6 +411,12 @@ def get_tokenizer(job, state):
         tokenizer = train_tokenizer(sample_texts(job, sample), job.vocab_size)
         print(f"tokenizer: {tokenizer.vocab_size:,} ids, trained on {human(sample['bytes'])}: {sample['part']} "
               "of the text")
+    if any(source.chat for source in job.sources):
+        if missing := chat.lacking(tokenizer):
+            raise ValueError(f"the tokenizer {job.tokenizer} has no {', '.join(missing)}, which conversations need.\n"
+                             f"  Add them to a run that has it: python convert.py resize out/RUN out/NEW --add "
+                             f"{' '.join(map(shlex.quote, missing))}")
+        tokenizer.chat_template, tokenizer.chat_ends = chat.OWN, ()
     tokenizer.save(job.folder)
     state["tokenizer"] = {"fingerprint": tokenizer.fingerprint, "sample": sample}
     return tokenizer
@@ -439,7 +466,10 @@ def sample_texts(job, sample, without_val=True):
                     return
                 seen.add(part.key)
                 sample["bytes"] += size
-                yield from special_pattern(tuple(job.special)).split(part.text)[::2] if job.special else [part.text]
+                if job.sources[i].chat:
+                    yield chat.typed(part.text)
+                else:
+                    yield from special_pattern(tuple(job.special)).split(part.text)[::2] if job.special else [part.text]
             if walked >= within:
                 break
     if without_val and not sample["bytes"]:  # the only documents there are have hashes for val

@@ -101,7 +101,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     ranks.barrier()
     with ranks.together() as found:  # what is not there for one rank, or is another for it, ends all
         tokenizer = Tokenizer.load(cfg.data_dir)
-        open_data = dict(seq_len=cfg.seq_len, fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
+        open_data = dict(seq_len=cfg.seq_len, loss_on=cfg.loss_on, doc_mask=cfg.doc_mask,
+                         fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size)
         train_data = TokenData(cfg.data_dir, "train", packing=cfg.packing, **open_data)
         val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval or cfg.eval_first else None
         if cfg.init_from.startswith("hf:"):
@@ -193,8 +194,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
         f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
     if main:  # the share is counted in the data, which need not be read by those who say nothing
-        say(f"packing {cfg.packing}: {train_data.cut_share():.1%} of tokens are cut off from the beginning of their "
-            f"document, {train_data.empty_share:.2%} of slots are empty")
+        say(train_data.describe())
     for line in describe_groups(optimizers, model):
         say(line)
 
@@ -301,7 +301,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         n_valid = int(n_valid)
         state |= {"step": step + 1, "seqs_seen": state["seqs_seen"] + batch_seqs, "tokens": state["tokens"] + n_valid}
         if math.isfinite(nats):
-            state["unlogged"] = [state["unlogged"][0] + nats, state["unlogged"][1] + n_valid]
+            state["unlogged"] = [state["unlogged"][0] + nats, state["unlogged"][1] + (n_valid or 1e-9)]  # no target: 0
         if state["bad_steps"] >= cfg.max_bad_steps:
             good = "No checkpoint was saved before." if saves.step is None else (
                 f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saves.step}).")

@@ -26,6 +26,8 @@ class TrainConfig:
     max_steps: int = 38147  # optimizer steps
     packing: typing.Literal["stream", "best_fit"] = "stream"  # best_fit: documents whole where they fit; with doc_mask
     doc_mask: bool = True  # attention stays inside a document
+    loss_on: typing.Literal["auto", "all", "assistant"] = "auto"  # what is learned: every token, or the assistant's;
+        # auto: the assistant's where the data set has conversations
     # optimizer
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # muon: for the blocks' matrices; the rest is AdamW's
     muon_lr: float = 6e-3  # Muon's peak learning rate; updates are scaled to the size of AdamW's

@@ -5,6 +5,8 @@
     filters.py    which of them are kept: web, code, math
     tokenizer.py  byte-level BPE: trained by rustbpe, run by tiktoken
     parts.py      what of them is held out; special tokens by consent
+    chat.py       conversations: the template, what of them is learned
+    questions.py  conversations about Python source, of its docstrings
     writer.py     documents to shards: interleaved, deduplicated, restartable
     shards.py     token files and meta.json: written, read, checked
     verify.py     what a set holds: its summary, every checksum, one document

@@ -15,6 +15,10 @@ neighbours. Shards are packed anew at every start, as an index on disk could be 
 per GB, and keeps 9 kB per million tokens in documents of 1,000, 180 MB per process for 20 billion (0.4 GB of files in
 memory, one core of an AMD EPYC, 2026-11-29).
 
+*Conversations* are learned by the assistant's tokens alone (chat.py), so the targets of all others are -100. They are
+laid by best_fit: never cut, but where one is longer than a window, whose end is then left out. Documents that are no
+conversations are laid beside them as ever, and all of their tokens are learned.
+
 Shards are read by np.fromfile and not through a long-lived memory map, whose pages count as resident: a process that
 has passed over 40 GB of shards looks 40 GB big and may be killed for it. And a file cut short under a map is a SIGBUS,
 where a short read is an error that names the file. A read takes 20 microseconds; 10 of them a map would save.
@@ -32,6 +36,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stack.data.chat import Marks
 from stack.data.shards import HEADER_BYTES, natural, read_listed, read_meta, token_blocks
 
 
@@ -40,14 +45,27 @@ class TokenData:
 
     stride: of a stream, windows begin so many tokens after another, and of those but a shard's first only so many at
     the end are targets: each of these sees at least seq_len - stride tokens before its own input.
-    packing: "stream" or "best_fit". fingerprint, vocab_size: of the tokenizer and the model that the ids will meet, if
-    there are any yet. Foreign shards do not say which tokenizer made them: "", and GPT-2's is presumed.
+    packing: "stream" or "best_fit"; None is what goes with loss_on: "all", "assistant", or "auto", which is "assistant"
+    where the set has conversations. doc_mask: whether attention will stay inside documents. fingerprint, vocab_size: of
+    the tokenizer and the model that the ids will meet, if there are any yet. Foreign shards do not say which tokenizer
+    made them: "", and GPT-2's is presumed.
     """
 
-    def __init__(self, data_dir: str | Path, split: str, *, seq_len: int, packing: str = "stream",
-                 stride: int | None = None, fingerprint: str | None = None, vocab_size: int | None = None):
+    def __init__(self, data_dir: str | Path, split: str, *, seq_len: int, packing: str | None = None,
+                 stride: int | None = None, loss_on: str = "auto", doc_mask: bool = True,
+                 fingerprint: str | None = None, vocab_size: int | None = None):
         self.dir, self.split, self.seq_len, self.meta = Path(data_dir), split, seq_len, read_meta(data_dir)
-        self.packing, self.stride = packing, stride or seq_len
+        self.stride = stride or seq_len
+        chat = self.meta.get("chat")
+        self.loss_on = ("assistant" if chat else "all") if loss_on == "auto" else loss_on
+        self.packing = packing or ("best_fit" if self.loss_on == "assistant" else "stream")
+        if self.loss_on == "assistant" and (not chat or self.packing != "best_fit" or not doc_mask):
+            raise ValueError(f"loss_on is assistant, and {self.dir} has no conversations.\n  Make a set of them with: "
+                             "python prepare.py FILE.jsonl --chat --out data/NAME" if not chat else
+                             f"{self.dir} has conversations, which are laid whole and do not see each other.\n  Set "
+                             "--packing=best_fit --doc_mask=true, or learn every token, the users' too, with "
+                             "--loss_on=all.")
+        self._marks = Marks(chat["ids"]) if self.loss_on == "assistant" else None
         self.fingerprint: str = self.meta["tokenizer"]
         self.vocab_size: int = self.meta["vocab_size"]
         self.boundary_id: int = self.meta["boundary_id"]
@@ -65,15 +83,18 @@ class TokenData:
         shards = self.meta["splits"].get(split, {"shards": []})["shards"]
         for entry in sorted(shards, key=lambda entry: natural(entry["file"])):
             path, header = read_listed(self.dir, entry, self.fingerprint)
-            layout = Layout(path, header, self.boundary_id, seq_len) if packing == "best_fit" else None
+            layout = (Layout(path, header, self.boundary_id, seq_len, self._marks) if self.packing == "best_fit" else
+                      None)
             self._shards.append((path, header, layout))
             windows.append(layout.n_windows if layout else max((header.n_tokens - 1 - seq_len) // self.stride + 1, 0))
         self._ends = np.cumsum(windows)  # windows up to and including each shard
         self.n_windows, self.n_tokens = sum(windows), sum(entry["tokens"] for entry in shards)
         self.n_shards, n_docs = len(windows), self.meta["splits"].get(split, {}).get("documents")
         self.mean_doc_len = self.n_tokens / n_docs if n_docs else None  # in tokens; foreign shards do not say
-        filled = self.n_tokens / (self.n_windows * seq_len) if packing == "best_fit" and self.n_windows else 1.0
-        self.empty_share, self._order = 1 - filled, (None, None)  # empty_share: of slots without a token
+        self._layouts = [layout for _, _, layout in self._shards if layout]
+        self.empty_share, self._order = 0.0, (None, None)  # empty_share: of slots without a token
+        if self._layouts and self.n_windows:
+            self.empty_share = 1 - sum(layout.n_laid for layout in self._layouts) / (self.n_windows * seq_len)
         if not self.n_windows:
             longest = max((entry["tokens"] for entry in shards), default=0)
             shorter = f"Set --seq_len={longest - 1} or less, or prepare" if longest > 1 else "Prepare"
@@ -104,10 +125,22 @@ class TokenData:
                                      f"{self._id_limit} ids.\n  Shard and tokenizer do not belong together: make the "
                                      "data set again.")
                 x[at:at + n], y[at:at + len(ids) - 1], begins[at] = ids[:n], ids[1:], True
+                if self._marks:
+                    y[at:at + len(ids) - 1][~self._marks.learned(ids)] = -100
                 at += n
         if i and not layout:
             y[:T - self.stride] = -100  # the window before had them
         return x, y, np.cumsum(begins | (x == self.boundary_id))
+
+    def describe(self) -> str:
+        """How documents lie in windows, for people. Counted in the data, which has to be read for it."""
+        said = (f"packing {self.packing}: {self.cut_share():.1%} of tokens are cut off from the beginning of their "
+                f"document, {self.empty_share:.2%} of slots are empty")
+        if self._marks:
+            longer, lost = (sum(getattr(layout, name) for layout in self._layouts) for name in ("n_longer", "n_lost"))
+            said += (f"\nloss on the assistant's tokens; {longer:,} conversations are longer than a window and lose "
+                     f"their ends, {lost:,} tokens in all")
+        return said
 
     def cut_share(self) -> float:
         """The share of tokens that are cut off from their document's beginning, which is in another window or shard.
@@ -116,7 +149,7 @@ class TokenData:
         counting in all would read all shards.
         """
         if self.packing == "best_fit":
-            return sum(layout.n_cut for _, _, layout in self._shards) / self.n_tokens
+            return sum(layout.n_cut for layout in self._layouts) / self.n_tokens
         n = min(self.n_windows, 1024)
         return 1 - float(np.mean([np.logical_or.accumulate(self.window(w)[0] == self.boundary_id)
                                   for w in np.arange(n) * self.n_windows // n]))
@@ -132,14 +165,19 @@ class TokenData:
 
 
 class Layout:
-    """Where the pieces of a shard's best_fit windows are. n_cut: tokens behind a cut, in windows or between shards."""
+    """Where the pieces of a shard's best_fit windows are. n_laid: tokens in them; n_cut: those behind a cut, in windows
+    or between shards. With the marks of conversations, n_longer of these are more than a window and n_lost tokens, of
+    their ends, in none."""
 
     BLOCK = 1 << 24  # tokens read at a time
 
-    def __init__(self, path: Path, header, boundary_id: int, seq_len: int):
+    def __init__(self, path: Path, header, boundary_id: int, seq_len: int, marks: Marks | None = None):
         found, at = [np.zeros(1, np.int64)], 0  # a shard may begin amid a document; that is a piece as well
+        turns = []  # where conversations have their openings
         for ids in token_blocks(path, header.dtype, size=self.BLOCK):
             found.append(np.flatnonzero(ids == boundary_id) + at)
+            if marks:
+                turns.append(np.flatnonzero(np.isin(ids, marks.openings)) + at)
             at += len(ids)
         documents = np.unique(np.concatenate(found))[:at]  # where they begin; none in an empty shard
         counts = -(-np.diff(documents, append=at) // seq_len)  # pieces of each
@@ -149,7 +187,14 @@ class Layout:
         cut = behind > 0
         if at and not (len(found[1]) and found[1][0] == 0):
             cut[:counts[0]] = True
-        self.n_cut = int(lengths[cut].sum())
+        self.n_longer = self.n_lost = 0
+        if turns:
+            talk = np.isin(documents + 1, np.concatenate(turns))
+            over = np.diff(documents, append=at)[talk] - (seq_len + 1)  # a window's last target is the token behind it
+            self.n_longer, self.n_lost = int((over > 0).sum()), int(over[over > 0].sum())
+            laid = (behind == 0) | ~np.repeat(talk, counts)
+            starts, lengths, cut = starts[laid], lengths[laid], cut[laid]
+        self.n_cut, self.n_laid = int(lengths[cut].sum()), int(lengths.sum())
         window = best_fit(lengths, seq_len)
         order = np.argsort(window, kind="stable")  # in a window, as in the shard
         self._starts = starts[order].astype(np.uint32)

@@ -34,6 +34,9 @@ import zlib
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
+from stack.data import chat, questions
+
+CONVERSATION = " or ".join(chat.LISTS)  # for a key: the record is one, and its text the messages as JSON
 CHUNK = 1 << 18  # bytes read from a file at a time
 MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memory whole, and several times over
 LINK = "link or device (in an archive)"
@@ -57,7 +60,7 @@ class File:
 
     def __init__(self, where, name, open_raw, errors="strict", counts=None, *, separator="", size=0):
         self.where, self.open_raw, self.errors, self.counts = where, open_raw, errors, counts
-        self.separator, self.size = separator, size
+        self.name, self.separator, self.size = name, separator, size
         self.kind, self.packing = kinds(name)
         self.raw, self.offset, self.pending = None, 0, b""  # pending: a character whose end is in the next chunk
 
@@ -378,6 +381,11 @@ def parse_json(file, line: str, key: str) -> tuple[str, str]:
 
 
 def text_of(record, key: str) -> tuple[str, str]:
+    if key == CONVERSATION:
+        try:
+            return json.dumps(chat.read(record), ensure_ascii=False), ""
+        except ValueError as error:
+            return "", str(error)
     if not isinstance(record, dict):
         return "", f"is not an object with the key {key!r}"
     if isinstance(text := dig(record, key), str):
@@ -450,7 +458,9 @@ def read_table(file: File, key: str, skip: int):
             parts = (batch.slice(at, BATCH) for batch in batches for at in range(0, batch.num_rows, BATCH))
             texts = (text for part in parts for text in column_texts(part.column(path[0]), path[1:]))
             for number, text in enumerate(texts, before + 1):
-                if number > skip:
+                if number > skip and key == CONVERSATION:
+                    yield number, *text_of({path[0]: text}, key)
+                elif number > skip:
                     text = file.decode(text, final=True, mark=True) if isinstance(text, bytes) else text
                     why = f"has nothing in column {key!r}" if text is None else file.spoiled(text)
                     yield number, text, why
@@ -468,7 +478,13 @@ def open_parquet(rows, key, skip):
     row, groups = 0, list(range(parquet.num_row_groups))
     while groups and row + parquet.metadata.row_group(groups[0]).num_rows <= skip:
         row += parquet.metadata.row_group(groups.pop(0)).num_rows
-    return parquet.schema_arrow, row, parquet.iter_batches(batch_size=BATCH, row_groups=groups, columns=[key])
+    columns = _talking(parquet.schema_arrow.names) if key == CONVERSATION else [key]
+    return parquet.schema_arrow, row, parquet.iter_batches(batch_size=BATCH, row_groups=groups, columns=columns)
+
+
+def _talking(names) -> list[str]:
+    """The column that has conversations; none, or one."""
+    return [name for name in chat.LISTS if name in names][:1]
 
 
 def open_arrow(rows, key, skip):
@@ -486,6 +502,9 @@ def open_arrow(rows, key, skip):
 def check_column(where, schema, key: str) -> list[str]:
     """The path to a column of text in an Arrow schema, or what the schema has instead."""
     from pyarrow import types
+
+    if key == CONVERSATION and _talking(schema.names):
+        return _talking(schema.names)
 
     def tree(fields):
         return {field.name: tree(field.type) if types.is_struct(field.type) else field.type for field in fields}
@@ -521,6 +540,20 @@ def column_texts(column, path):
         return column.cast(pyarrow.large_binary()).to_pylist()
 
 
+def read_questions(file: File, key: str, skip: int):
+    """Conversations about what is in a Python file."""
+    module = file.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    talks = questions.conversations("".join(file.chunks()), module)
+    for number, messages in enumerate(talks, 1):
+        if number > skip:
+            yield number, json.dumps(messages, ensure_ascii=False), ""
+
+
+def read_no_talk(file: File, key: str, skip: int):
+    """A file of a kind that has no conversations."""
+    yield 1, "", f"has no conversations; they are in {', '.join(TALKS)}"
+
+
 # ---- the tables
 
 
@@ -529,6 +562,9 @@ FORMATS = {".txt": WHOLE, ".md": WHOLE, ".py": WHOLE,  # by ending: what a recor
            ".json": ("record", read_json), ".jsonl": ("line", read_json), ".ndjson": ("line", read_json),
            ".csv": ("row", read_csv), ".tsv": ("row", read_csv),
            ".parquet": ("row", read_table), ".arrow": ("row", read_table)}
+TALKS = {kind: FORMATS[kind] for kind in (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")} | {
+    ".py": ("object", read_questions)}  # the same with --chat
+NO_TALK = ("file", read_no_talk)
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}  # the first of them that gives the column asked for
 TABLES = {".parquet": open_parquet, ".arrow": open_arrow}
 ARCHIVES = {".tar": read_tar, ".zip": read_zip}

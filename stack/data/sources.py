@@ -62,12 +62,14 @@ class Source:
     text_key: str = "text"  # the key or column that holds the text
     data_dir: str = ""  # Hugging Face: the part of the repository to read
     separator: str = ""  # what stands between the documents of a text file
+    chat: bool = False  # a record is a conversation (chat.py), a .py file some about what is in it (questions.py)
 
     def __post_init__(self):
         if self.filter not in FILTERS:
             raise ValueError(f"{self.source}: there is no filter {self.filter!r}.\n"
                              f"  Use {', '.join(filter(None, FILTERS))}, or leave it out.")
         self.in_hub = self.source.startswith("hf:")
+        self.text_key = formats.CONVERSATION if self.chat else self.text_key
         # passed: what was found and is not read: {".jpg (not known as text)": 3}
         self.root, self.names, self.passed = ("", [], {}) if self.in_hub else list_files(self.source)
         stats = [os.stat(os.path.join(self.root, name)) for name in self.names]
@@ -211,7 +213,7 @@ class Reader:
                 self._bad_file(error)
                 self.read[record.label] -= 1
                 continue
-            pieces = cut(chunks, PIECE)
+            pieces = iter(chunks) if self.source.chat else cut(chunks, PIECE)  # a conversation stays whole
             begin = next(pieces, "")
             if not begin:
                 self.counts["empty"] += 1
@@ -231,7 +233,8 @@ class Reader:
         self.before = sum(self.source.sizes[:start])
         for number in range(start, len(self.source.names)):
             for member, file in self._sound(self._files(number, first, skip)):
-                unit, read = FORMATS.get(file.kind, WHOLE)
+                unit, read = formats.TALKS.get(file.kind, formats.NO_TALK) if self.source.chat else FORMATS.get(
+                    file.kind, WHOLE)
                 records, new, bad = self._sound(read(file, self.source.text_key, skip)), not skip, self.counts["bad"]
                 for record, text, why in records if file.size else ():
                     if new and file.kind == ".json" and why.startswith(NO_RECORD) and self._is_found(file):
@@ -294,7 +297,8 @@ class Reader:
                     if rows == STATE_ROWS:
                         state, rows = stream.state_dict(), 0
                     self.position, waits = (state, rows), list(RETRY_SECONDS)
-                    if isinstance(text := formats.dig(row, key), str):
+                    text, why = formats.text_of(row, key)
+                    if not why:
                         self.read["rows"] += 1
                         yield text
                     elif "bytes" in row and "file" in row:  # of whole_files
@@ -303,7 +307,7 @@ class Reader:
                         self._count_read(file, "whole")
                         yield file
                     else:
-                        self._bad(self.source.source, "row with keys", ", ".join(row), f"has no text under {key!r}")
+                        self._bad(self.source.source, "row with keys", ", ".join(row), why.partition("; its keys")[0])
                 return
             except ValueError:
                 raise

@@ -23,7 +23,8 @@ The two libraries are fast and have edges, which are blunted here:
 
 Text is encoded as it is, but by a tokenizer from elsewhere that was trained on text in NFC (Qwen's): nfc=True writes é
 as one character before it cuts, whichever way it was typed. The file is JSON that a person can read: tokens in order of
-rank, as text where they are UTF-8 and as a list of byte values where they are not.
+rank, as text where they are UTF-8 and as a list of byte values where they are not. It also says how a model that was
+trained to talk does so (chat_template, see chat.py; chat_ends, of an imported one), which changes no id.
 """
 
 import codecs
@@ -63,7 +64,7 @@ class Tokenizer:
     """Ranks, special tokens and the split pattern, from train_tokenizer, Tokenizer.load or Tokenizer.from_tiktoken."""
 
     def __init__(self, pattern: str, ranks: dict[bytes, int], specials: dict[str, int], *, boundary: str = BOUNDARY,
-                 nfc: bool = False):
+                 nfc: bool = False, chat_template: str = "", chat_ends: Iterable[str] = ()):
         ids = [*ranks.values(), *specials.values()]
         problems = []
         if missing := [i for i in range(256) if bytes([i]) not in ranks]:
@@ -76,6 +77,7 @@ class Tokenizer:
             raise ValueError(f"These tokens make no tokenizer: {'; '.join(problems)}.\n  Every byte needs a rank, each "
                              "token an id of its own, and one special token marks where documents start.")
         self.pattern, self.ranks, self.special_ids, self.boundary, self.nfc = pattern, ranks, specials, boundary, nfc
+        self.chat_template, self.chat_ends = chat_template, tuple(chat_ends)
         self.boundary_id: int = specials[boundary]
         self.vocab_size: int = max(ids) + 1  # foreign encodings may have gaps; a gap is an id that is never produced
         tokens = {i: token for token, i in ranks.items()} | {i: name.encode() for name, i in specials.items()}
@@ -123,20 +125,22 @@ class Tokenizer:
             raise RuntimeError(f"tiktoken panicked on a text of {len(text):,} characters: {error}") from None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def encode_documents(self, texts: Iterable[str], workers: int | None = None, special: tuple[str, ...] = ()
-                         ) -> Iterator[np.ndarray]:
-        """encode_to_numpy of every text, in order, by a pool of threads; texts are read only a few groups ahead.
+    def encode_documents(self, texts: Iterable[str], workers: int | None = None, special: tuple[str, ...] = (),
+                         encode=None) -> Iterator[np.ndarray]:
+        """encode, encode_to_numpy if none is given, of every text, in order, by a pool of threads; texts are read only
+        a few groups ahead.
 
         The ids do not depend on workers. An error in a document ends the iteration and says which one it was.
         """
         workers = workers or os.cpu_count() or 1
+        encode = encode or partial(self.encode_to_numpy, special=special)
         self._encoding  # built here, else each thread builds it  # noqa: B018
 
         def encode_group(group):
             out = []
             for i, text in group:
                 try:
-                    out.append(self.encode_to_numpy(text, special))
+                    out.append(encode(text))
                 except Exception as error:
                     raise RuntimeError(f"document {i} (counted from 0) cannot be encoded: {error}") from error
             return out
@@ -182,7 +186,8 @@ class Tokenizer:
             raise ValueError(f"{taken} cannot be added: empty, twice in the list, or special tokens already.\n"
                              f"  Choose names other than {', '.join(self.special_ids)}.")
         added = {name: self.vocab_size + i for i, name in enumerate(names)}
-        return Tokenizer(self.pattern, self.ranks, {**self.special_ids, **added}, boundary=self.boundary, nfc=self.nfc)
+        return Tokenizer(self.pattern, self.ranks, {**self.special_ids, **added}, boundary=self.boundary, nfc=self.nfc,
+                         chat_template=self.chat_template, chat_ends=self.chat_ends)
 
     @staticmethod
     def from_tiktoken(name: str) -> "Tokenizer":
@@ -217,7 +222,7 @@ class Tokenizer:
                 tokens[rank] = list(token)
         head = {"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint,
                 "pattern": self.pattern, "boundary": self.boundary, "special_tokens": self.special_ids}
-        head |= {"nfc": True} if self.nfc else {}
+        head |= {key: value for key in ("nfc", "chat_template", "chat_ends") if (value := getattr(self, key))}
         lines = ",\n".join(json.dumps(token, ensure_ascii=False) for token in tokens)  # a line per token
         text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "tokens": [\n{lines}\n ]\n}}\n'
         with whole_file(path) as file:
@@ -249,7 +254,7 @@ class Tokenizer:
             ranks = {token.encode() if isinstance(token, str) else bytes(token): rank
                      for rank, token in enumerate(data["tokens"]) if token is not None}
             tokenizer = Tokenizer(data["pattern"], ranks, data["special_tokens"], boundary=data["boundary"],
-                                  nfc=data.get("nfc", False))
+                                  **{key: data[key] for key in ("nfc", "chat_template", "chat_ends") if key in data})
             stored, computed = data["fingerprint"], tokenizer.fingerprint
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {needed}.\n  {again}") from None

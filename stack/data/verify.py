@@ -91,7 +91,12 @@ def summary(folder):
     lines += said_of_text(meta["sources"])
     if meta["not_remembered"]:
         lines.append(f"  {meta['not_remembered']:,} documents were too many to be remembered as possible duplicates")
-    if "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:
+    if chat := meta.get("chat"):
+        turns = ", ".join(f"{n:,} {role}" for role, n in chat["turns"].items() if n)
+        longer = ", ".join(f"of {int(size):,}: {n:,}" for size, n in chat["longer"].items())
+        lines += [f"  {chat['conversations']:,} conversations; turns: {turns}; {chat['learned_tokens']:,} tokens of "
+                  "the assistant's", f"  the longest has {chat['longest']:,} tokens; longer than a window {longer}"]
+    elif "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:
         longest = max((shard["tokens"] for shard in meta["splits"]["val"]["shards"]), default=0)
         lines.append(f"  val is short: seq_len can be {max(longest - 1, 0)} at most; with a larger --val_fraction "
                      f"it can be more, and the loss is steadier: delete {folder}, and make it anew with one")

@@ -7,6 +7,8 @@ back to what the state says, whatever a kill left behind, and goes on to the sam
 *Split.*  Which text is held out is decided before it comes here (parts.py).  Where val is a set of its own, its sources
 are written first, and documents that stand in it are dropped from the others.
 
+*Conversations* stay whole: one that a limit would cut is left out, one that a shard would cut begins the next.
+
 *Duplicates.*  A document whose hash was seen before, in any source, is dropped.  Up to Seen.LIMIT documents are
 remembered (270 MB; twice that for a moment, when they are sorted); later ones are compared with those, but not
 remembered, which the report says.  That any of 20 million is dropped for a hash it shares by accident has a chance of
@@ -39,7 +41,7 @@ def fresh(command):
     split = {"shards": [], "tokens": 0}  # tokens: of the shard that is being filled
     sources = [{**source, "val": key == "val", "specials": {}, "looks": {}}
                for key in ("sources", "val") for _ in command.get(key, ())]
-    return {"command": command, "tokenizer": None, "ended": False, "share": None, "longest": 0,
+    return {"command": command, "tokenizer": None, "ended": False, "share": None, "longest": 0, "lowest": 1.0,
             "documents": 0, "tokens": 0, "bytes": 0, "seen": [0, 0], "bins": None, "mixture": None,
             "sources": sources, "splits": {"train": split, "val": dict(split)}}
 
@@ -155,14 +157,18 @@ class Output:
         if self.job.max_bytes:
             allowed = int(np.searchsorted(ends, self.job.max_bytes - self.state["bytes"], "right"))
             room = min(room, allowed + (allowed == len(ids)))
-        self.full, ids = room <= len(ids), ids[:room]
-        for name in self.job.special:
+        self.full, whole = room <= len(ids), self.job.sources[i].chat
+        if whole and self.full:
+            return
+        ids = ids[:room]
+        for name in () if whole else self.job.special:
             if n := int(np.count_nonzero(ids == self.tokenizer.special_ids[name])):
                 record["specials"][name] = record["specials"].get(name, 0) + n
         for name, n in part.looks.items():
             record["looks"][name] = record["looks"].get(name, 0) + n
         record["shared_lines"] += part.shared
         self.state["longest"] = max(self.state["longest"], part.length)
+        self.state["lowest"] = min(self.state["lowest"], part.key / 2**64)
         self.put(i, "val" if part.val else "train", ids)
 
     def put(self, i, name, ids):
@@ -171,7 +177,10 @@ class Output:
         begins, self.in_split = self.in_split != name, name  # a document begins, or the part of one in this split
         size, record = int(self.lengths[ids].sum()), self.state["sources"][i]
         ids = np.concatenate([self.boundary, ids]) if begins else ids
-        self.splits[name].write(ids)
+        split = self.splits[name]
+        if self.job.sources[i].chat and 0 < split.n_tokens > split.shard_tokens - len(ids):
+            split.finish_shard()  # before it is full: no conversation is in two
+        split.write(ids)
         for totals in (self.state, record):
             totals["documents"] += begins
             totals["tokens"] += len(ids)
