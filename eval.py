@@ -5,14 +5,15 @@
     python eval.py out/demo --stride 64              each token with most of a window before it; takes longer
     python eval.py out/demo --choices FILE.jsonl     multiple choice, by lm-evaluation-harness's rules
     python eval.py out/demo --tasks hellaswag,piqa   the harness itself, on a task of its own or a .yaml of yours
+    python eval.py out/chat --answers                held-out questions: how many answers end; some of them
     python eval.py out/demo --embeddings             undertrained rows, norms, neighbours; out/demo/embeddings.png
 
 Windows are fixed and in order; each token is predicted once, except the first of a shard and the few at its end that do
 not fill a window; each weighs the same.  So the result depends on nothing but model, data, --seq_len and --stride: not
 on the batch size, not on a seed.  Windows lie side by side, so that a token has half a window before it on average;
 with --stride N they begin every N tokens and only the last N of each count, of a shard's first all (transformers' guide
-to perplexity calls it a sliding window).  Loss is in nats per token, without z-loss.  Bits per byte can be compared
-between vocabularies.
+to perplexity calls it a sliding window).  Of conversations only what the assistant says counts.  Loss is in nats per
+token, without z-loss.  Bits per byte can be compared between vocabularies.
 """
 
 import json
@@ -40,7 +41,9 @@ def parse(argv):
                          "HellaSwag's own; stack/evaluation/choices.py says how it is scored")
     instead.add_argument("--tasks", metavar="NAMES", help="tasks of lm_eval instead, with commas between; needs pip "
                          'install "lm_eval[hf]" and fetches their data')
-    p.add_argument("--limit", type=int, metavar="N", help="with --choices or --tasks: the first N questions")
+    instead.add_argument("--answers", action="store_true", help="ask the first question of each held-out conversation "
+                         "instead: how many answers end within 128 tokens, and three of them")
+    p.add_argument("--limit", type=int, metavar="N", help="with --choices, --tasks or --answers: the first N questions")
     instead.add_argument("--embeddings", action="store_true", help="report on the embedding table instead")
     p.add_argument("--words", nargs="+", default=(), metavar="WORD", help="with --embeddings: whose neighbours to show")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -58,10 +61,10 @@ def parse(argv):
         p.error("--words belongs to --embeddings.")
     asked = args.choices or args.tasks
     for name in ("quant", "stride"):
-        if getattr(args, name) and (asked or args.embeddings):
+        if getattr(args, name) and (asked or args.embeddings or args.answers):
             p.error(f"--{name} belongs to the held-out loss.")
-    if args.limit and not asked:
-        p.error("--limit belongs to --choices and --tasks.")
+    if args.limit and not (asked or args.answers):
+        p.error("--limit belongs to --choices, --tasks and --answers.")
     if asked and (args.data or args.max_tokens or args.seq_len):
         p.error("--data, --max_tokens and --seq_len belong to the held-out loss, not to --choices and --tasks.")
     return args
@@ -108,6 +111,9 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
         raise ValueError(f"--stride is {args.stride} and a window has {seq_len} tokens: those in between would not be "
                          "counted. Lower it, or raise --seq_len.")
     data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer, args.stride)
+    talk = data.loss_on == "assistant"
+    if args.stride and talk:
+        raise ValueError("--stride is for text: conversations are in their windows whole. Leave it out.")
     whole = data.n_shards * (seq_len - data.stride)  # more tokens in windows that begin a shard than in others
     n_windows = data.n_windows if args.max_tokens is None else min(
         max((int(args.max_tokens) - whole) // data.stride, 1), data.n_windows)
@@ -116,14 +122,14 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
         windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
         bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
         result = evaluate(prepare(model), bar, tokenizer.token_bytes(), device=device,
-                          dtype=pick_dtype(args.dtype, device), doc_mask=bool(trained.get("doc_mask")))
+                          dtype=pick_dtype(args.dtype, device), doc_mask=bool(talk or trained.get("doc_mask")))
         if not math.isfinite(result["loss"]):
             raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
         results[name] = result
     if args.json:
         return json.dumps(results[args.split] | ({"quantized": results[args.quant]} if args.quant else {}))
     return "\n".join(
-        f"{name}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | "
+        f"{name}{', answers only' if talk else ''}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | "
         + ("no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte")
         + f" | {r['tokens']:,} tokens, {r['bytes']:,} bytes" for name, r in results.items())
 
@@ -139,6 +145,18 @@ def answers(args, model, tokenizer, device) -> str:
         questions = tasks.read_questions(args.choices)[:args.limit]
         result = {args.choices: tasks.choices(model, tokenizer, questions, **how)}
     return json.dumps(result) if args.json else tasks.text(result)
+
+
+def ask(args, model, tokenizer, trained: dict, seq_len: int) -> str:
+    """What to print about the answers to held-out questions."""
+    from stack.evaluation import answers
+    data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer)
+    if data.loss_on != "assistant":
+        raise ValueError(f"{data.dir} has no conversations. Name a set that has: --data data/NAME")
+    result = answers.report(model, tokenizer, data, args.limit)
+    return json.dumps(result) if args.json else "\n".join([
+        f"{result['ended']:.1%} of {result['questions']:,} held-out questions have an answer that ends within "
+        f"{result['most']} tokens", *(f"\n> {e['question']}\n{e['answer']}" for e in result["examples"])])
 
 
 def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> str:
@@ -206,6 +224,8 @@ def main():
         seq_len = args.seq_len or trained.get("seq_len") or model.cfg.max_seq_len
         if args.embeddings:
             print(know_table(args, model, tokenizer, trained, seq_len))
+        elif args.answers:
+            print(ask(args, model, tokenizer, trained, seq_len))
         elif args.choices or args.tasks:
             print(answers(args, model, tokenizer, device))
         else:

@@ -500,15 +500,15 @@ def sample_next(logits, *, temperature: float = 1.0, top_k: int = 0, top_p: floa
 @torch.inference_mode()
 def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
              min_p: float = 0.0, stop_ids=(), seed: int | None = None, use_cache: bool = True,
-             on_token=None, on_logits=None) -> list[list[int]]:
-    """Continue each prompt, a list of ids or a row of a tensor (B, T); returns the new ids, without the stop id that
-    ended a row.
+             cache: KVCache | None = None, on_token=None, on_logits=None) -> list[list[int]]:
+    """Continue each prompt, a list of ids or a row of a tensor (B, T); returns the new ids, without a row's stop id.
 
     Prompts may differ in length: rows are padded on the left, as if by another document, so that a row's probabilities
     do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
     and goes on.  `on_token(row, id)` is called for every new id and ends the row by returning True; `on_logits(logits)`
-    (B, V) returns those to choose from.  With and without the cache the ids are the same."""
+    (B, V) returns those to choose from.  With and without the cache, one of before that has the only prompt's beginning
+    or a new one, the ids are the same."""
     limit, device = model.cfg.max_seq_len, model.embed.weight.device
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")
@@ -532,9 +532,10 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
                 contexts = [c[-max(limit // 2, 1):] if len(c) > limit else c for c in contexts]
                 longest = max(map(len, contexts))
                 size = min(limit, max(1 << (longest + max_new_tokens - step - 1).bit_length(), 128))  # few compilations
-                cache, decode = KVCache(model.cfg, len(contexts), size, device, dtype) if use_cache else None, None
-                pads = [longest - len(c) for c in contexts]
-                ids = torch.tensor([[0] * n + c for n, c in zip(pads, contexts, strict=True)], device=device)  # (B, S)
+                if cache is None or step > 0:
+                    cache = KVCache(model.cfg, len(contexts), size, device, dtype) if use_cache else None
+                decode, pads, past = None, [longest - len(c) for c in contexts], cache.length if cache else 0
+                ids = torch.tensor([[0] * n + c[past:] for n, c in zip(pads, contexts, strict=True)], device=device)
                 # pads are a document of their own; (B, size)
                 docs = (torch.arange(size) >= torch.tensor(pads)[:, None]).int().to(device) if any(pads) else None
             elif model.decoder is not None:

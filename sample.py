@@ -5,14 +5,18 @@
     echo -n "import os" | python sample.py out/demo --prompt -
     python sample.py out/demo --interactive
     python sample.py out/demo --prompt "def load(" --stop "def " --stop "class " --repetition_penalty 1.2
+    python sample.py out/chat --chat --system "Be brief."
+    python sample.py out/chat --chat --prompt "What does textwrap.dedent do?"
 
 A run folder is all that is needed: model and tokenizer are in its checkpoint.  Every prompt begins with the token that
 began every document in training, so an empty prompt asks for a document from its first word.  Text stops where the
 model ends its document, or before the first of the --stop strings.  What looks like a special token in a prompt is
-text, unless --special says otherwise.  On a terminal control characters are spelled out; into a pipe they go as they
+text, unless --special says otherwise.  --chat is for runs that were trained on conversations: what is typed, or
+--prompt, is a message to answer.  On a terminal control characters are spelled out; into a pipe they go as they
 are.
 """
 
+import json
 import os
 import sys
 import unicodedata
@@ -42,7 +46,7 @@ def as_typed(word: str) -> str:
     return os.fsencode(word).decode("utf-8", "replace")
 
 
-def typed_prompts():
+def typed_prompts(chat: bool):
     """Lines from the keyboard, or from a pipe, until end of input."""
     terminal = sys.stdin.isatty()
     if terminal:
@@ -50,7 +54,8 @@ def typed_prompts():
             import readline  # noqa: F401 (gives input() a history)
         except ImportError:
             pass
-        print("A line is a prompt; Ctrl-C stops a text, Ctrl-D leaves.")
+        print("A line is a message; Ctrl-C stops an answer, /reset forgets, /save FILE appends the conversation to a "
+              ".jsonl, Ctrl-D leaves." if chat else "A line is a prompt; Ctrl-C stops a text, Ctrl-D leaves.")
     while True:
         try:
             yield input("> " if terminal else "")
@@ -102,14 +107,62 @@ def visible(text: str) -> str:
     return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
-def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
-    """Print args.num_samples continuations of one prompt."""
+def begin_talk(model, tokenizer, prompt: str | None, args):
+    """A conversation as --system, --messages and --prompt begin it."""
+    from stack.data import chat
+    from stack.talk import Talk
+    if not tokenizer.chat_template:
+        raise ValueError(f"{args.run} was never trained to talk. Finetune it on conversations:\n  python prepare.py "
+                         f"FILE.jsonl --chat --tokenizer {args.run} --out data/mine\n  python train.py configs/chat.py "
+                         f"--init_from={args.run} --data_dir=data/mine --out_dir=out/mine")
+    record = {"messages": [{"role": "user", "content": prompt}]}
+    if args.messages:
+        text = read_prompt("", args.messages)
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{args.messages} is not JSON ({error}).\n  It needs one conversation: "
+                             '{"messages": [...]}') from None
+        record = {"messages": record} if isinstance(record, list) else record
+    try:
+        messages = [] if args.interactive else chat.read(record, to_answer=True)
+    except ValueError as error:
+        raise ValueError(f"{args.messages or '--prompt'} {error}.") from None
+    if args.system is not None:
+        messages = [{"role": "system", "content": as_typed(args.system)},
+                    *(message for message in messages if message["role"] != "system")]
+    return Talk(model, tokenizer, messages)
+
+
+def obey(talk, line: str) -> bool:
+    """Do what a line asks for that is no message; whether it was one."""
+    word, _, rest = line.strip().partition(" ")
+    if word == "/reset":
+        talk.reset()
+    elif word == "/save":
+        try:
+            talk.save(rest.strip())
+        except OSError as error:
+            print(f"sample.py: {rest.strip() or 'no file'}: {error.strerror}", file=sys.stderr)
+    return word in ("", "/reset", "/save")
+
+
+def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool, talk=None):
+    """Print args.num_samples continuations of one prompt, or answers to what was said so far in a talk."""
     import torch
 
     from model import generate
-    ids = tokenizer.encode(prompt, special=args.special)
-    ids = ids if ids[:1] == [tokenizer.boundary_id] else [tokenizer.boundary_id, *ids]
-    limit = model.cfg.max_seq_len
+    from stack.data import chat
+    limit, ends = model.cfg.max_seq_len, chat.ends(tokenizer) if talk else [tokenizer.boundary_id]
+    if talk:
+        before = talk.forgotten
+        ids = talk.prompt(args.max_new_tokens)
+        if talk.forgotten > before:
+            print(f"sample.py: the context of {limit} tokens is full: {talk.forgotten} messages at the beginning are "
+                  "left out", file=sys.stderr)
+    else:
+        ids = tokenizer.encode(prompt, special=args.special)
+        ids = ids if ids[:1] == [tokenizer.boundary_id] else [tokenizer.boundary_id, *ids]
     if len(ids) > limit:
         print(f"sample.py: the prompt has {len(ids)} tokens and the context {limit}: its beginning is left out",
               file=sys.stderr)
@@ -128,7 +181,7 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
         if args.repetition_penalty != 1:
             seen = torch.zeros(rows, model.cfg.vocab_size, dtype=torch.bool, device=model.embed.weight.device)
             seen[:, ids] = True
-            seen[:, tokenizer.boundary_id] = False  # it begins every prompt, and is the sign to end with as well
+            seen[:, ends] = False  # the boundary begins every prompt, and is a sign to end with as well
             on_logits = repetition_penalty(args.repetition_penalty, seen)
 
         def on_token(row: int, token: int) -> bool:
@@ -139,9 +192,14 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool):
             return texts[row].ended
         if alone:
             emit(before)
-        generate(model, [ids] * rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-                 top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed + first, on_token=on_token,
-                 on_logits=on_logits, stop_ids=() if args.no_stop else (tokenizer.boundary_id,))
+        how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
+                   seed=seed + first, on_logits=on_logits)
+        if talk and alone:
+            talk.answer(max_new_tokens=args.max_new_tokens, on_token=lambda token: on_token(0, token), **how)
+        else:
+            most = min(args.max_new_tokens, limit - len(ids)) if talk else args.max_new_tokens
+            generate(model, [ids] * rows, max_new_tokens=most, on_token=on_token,
+                     stop_ids=() if args.no_stop else ends, **how)
         for row, text in enumerate(texts):
             rule = "-" * 40 + "\n" if first + row and not args.ids else ""
             emit(rule + ("" if alone else before) + "".join(pieces[row]) + text.flush() + "\n")
@@ -153,10 +211,14 @@ def parse(argv):
     p = Parser(prog="sample.py", description=__doc__)
     p.add_argument("run", help="run folder (out/NAME: its ckpt_last) or a checkpoint folder (out/NAME/ckpt_best)")
     source = p.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from; - is standard input")
+    source.add_argument("--prompt", metavar="TEXT", help="text to go on from; - is standard input")
     source.add_argument("--prompt_file", metavar="FILE", help="UTF-8 file with the prompt; - is standard input")
     source.add_argument("--interactive", action="store_true",
                         help="one prompt per typed line; Ctrl-C stops a text, Ctrl-D leaves")
+    source.add_argument("--messages", metavar="FILE", help='with --chat: answer this conversation, {"messages": [...]} '
+                        "as JSON; - is standard input")
+    p.add_argument("--chat", action="store_true", help="talk: without a prompt, with what is typed")
+    p.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation begins with")
     p.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="at most so many (256)")
     p.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations of the same prompt (1)")
     p.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (1337)")
@@ -196,6 +258,13 @@ def parse(argv):
         p.error("--stop is empty; it needs the text to end before.")
     if args.stop and args.ids:
         p.error("--stop is for text: it may end amid a token. Leave it out with --ids.")
+    if (args.system is not None or args.messages) and not args.chat:
+        p.error("--system and --messages belong to --chat.")
+    if args.chat and (args.special or args.no_stop):
+        p.error("--special and --no_stop are not for --chat: what is typed is text, and an answer has an end.")
+    args.interactive |= args.chat and not (args.prompt or args.prompt_file or args.messages)
+    if args.chat and args.interactive and args.num_samples > 1:
+        p.error("--num_samples is for one --prompt: a conversation goes on with one answer.")
     args.stop = [as_typed(text) for text in args.stop]
     return args
 
@@ -207,7 +276,8 @@ def main():
         if hasattr(stream, "reconfigure"):  # a console that lacks a character shows "?" instead of ending the program
             stream.reconfigure(**how)
     with as_command("sample.py"):
-        prompt = None if args.interactive else read_prompt(args.prompt, args.prompt_file)
+        asked = not args.interactive and not args.messages
+        prompt = read_prompt(args.prompt or "", args.prompt_file) if asked else None
         from stack.checkpoint.tensors import load_model  # torch: seconds that --help and a wrong flag need not wait for
         from stack.device import pick_device, pick_dtype
         device = pick_device(args.device)
@@ -218,14 +288,23 @@ def main():
         if args.compile:
             from stack.twins import fast_decoding
             fast_decoding(model)
-        if prompt is not None:
-            sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids)
+        from stack.talk import TooLong
+        talk = begin_talk(model, tokenizer, prompt, args) if args.chat else None
+        if not args.interactive:
+            sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids and not talk, talk=talk)
             return
-        for turn, line in enumerate(typed_prompts()):
+        for turn, line in enumerate(typed_prompts(args.chat)):
+            if talk:
+                if obey(talk, line):
+                    continue
+                talk.messages.append({"role": "user", "content": line})
             try:
-                sample(model, tokenizer, line, args, args.seed + turn, echo=False)
+                sample(model, tokenizer, line, args, args.seed + turn, echo=False, talk=talk)
             except KeyboardInterrupt:
                 print()
+            except TooLong as error:  # the conversation goes on without this message
+                talk.messages.pop()
+                print(f"sample.py: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

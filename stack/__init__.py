@@ -7,6 +7,7 @@
     compiled.py   torch.compile of blocks, head, attention, decoding
     twins.py      what computes as model.py does, faster: attached, compared, put aside
     quantize.py   weights of 8 bits
+    talk.py       a conversation with a model, its cache kept
     resume.py     what ends a run cleanly, what a resumed one must keep
     log.py        log.jsonl, its curves, wandb, TensorBoard
     report.py     the page about a run
@@ -17,7 +18,7 @@
     parallel/     several processes
     cpu/          C++ for CPUs: training kernels, decoding
     exchange/     other programs' formats
-    evaluation/   held-out loss, multiple choice, the table's rows
+    evaluation/   held-out loss, multiple choice, answers, the table's rows
 
 Arrows go one way: commands use these, these use model.py; among the folders only as tests/test_repo.py allows.
 """

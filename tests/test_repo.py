@@ -21,7 +21,7 @@ ROOMS = {  # whose files each folder of stack/ may import besides its own and th
     "stack.parallel": set(),
     "stack.cpu": set(),
     "stack.exchange": {"stack.data"},
-    "stack.evaluation": {"stack.exchange"},
+    "stack.evaluation": {"stack.data", "stack.exchange"},
 }
 ALONE = {  # what each file that stands in stack/ itself may import
     "stack.config": set(), "stack.counts": set(), "stack.device": set(), "stack.optim": {"stack.counts"},
@@ -29,6 +29,7 @@ ALONE = {  # what each file that stands in stack/ itself may import
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
     "stack.memory": {"stack.optim"},
     "stack.log": {"stack.config"},
+    "stack.talk": {"stack.data"},
     "stack.train_config": {"stack.config"},
     "stack.resume": {"stack.config", "stack.optim", "stack.train_config"},
     "stack.start": {"stack.config", "stack.counts", "stack.parallel", "stack.train_config"},
