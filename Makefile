@@ -1,4 +1,5 @@
 # make demo       a model from nothing in minutes on a CPU: data, training, held-out score, a sample
+# make chat       after it, minutes more: that model learns to answer questions; a score, three answers
 # make test       the whole suite on CPU
 # make lint       ruff
 # make env        only the environment .venv, which the others make when it is missing
@@ -11,7 +12,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: demo env test lint exchange faults clean
+.PHONY: demo chat env test lint exchange faults clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -24,6 +25,18 @@ demo: $(READY)
 	@echo '  $(PY) sample.py out/demo --interactive'
 	@echo '  $(PY) eval.py out/demo --embeddings'
 	@echo '  $(PY) account.py configs/stack100m.py'
+
+chat: $(READY)
+	@test -e out/demo/ckpt_last || { echo "There is no out/demo to go on from. Make both: make demo chat" >&2; exit 2; }
+	$(PY) prepare.py stdlib --chat --tokenizer out/demo --out data/chat --val_fraction 0.05
+	$(PY) train.py configs/chat.py
+	@echo; echo "Held-out answers, before and after:"
+	$(PY) eval.py out/demo --data data/chat
+	$(PY) eval.py out/chat
+	@echo
+	$(PY) eval.py out/chat --answers
+	@echo; echo "Try next:"
+	@echo '  $(PY) sample.py out/chat --chat'
 
 env: $(READY)
 
@@ -39,6 +52,7 @@ faults: $(READY)
 exchange: $(READY)
 	$(PY) -m pip install --quiet llama-cpp-python==0.3.36
 	$(PY) -m pytest tests/exchange/test_gguf.py -k llama_cpp
+	$(PY) -m pytest tests/test_answering.py -k llama_cpp
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__

@@ -44,6 +44,13 @@ def model_card(model: GPT, tokenizer: Tokenizer, state: dict, run: Path, name: s
     if held := [line for line in log if line.get("val_bpb") is not None and line["step"] <= step]:
         rows.append(("Held-out", f"{held[-1]['val_loss']:.4f} nats per token, {held[-1]['val_bpb']:.4f} bits per "
                      f"byte at step {held[-1]['step']:,}"))
+    said = (f"Every document of its training data began with `{tokenizer.boundary}`, and so should a prompt.\n"
+            "The same token ends a text.")
+    inputs = 'inputs = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")'
+    if tokenizer.chat_template:
+        said = "It was trained to answer in conversations, by the chat template that comes with it."
+        inputs = ('messages = [{"role": "user", "content": "Hello"}]\ninputs = tokenizer.apply_chat_template('
+                  'messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)')
     head = "\n".join(["library_name: transformers", "pipeline_tag: text-generation", f"license: {licence}",
                       *["datasets:"] * bool(hub), *(f"- {name}" for name in hub)])
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
@@ -59,15 +66,14 @@ A language model {made} with Stack-100M.
 |---|---|
 {table}
 
-Every document of its training data began with `{tokenizer.boundary}`, and so should a prompt.
-The same token ends a text.
+{said}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
-inputs = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")
+{inputs}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 {settings}"""

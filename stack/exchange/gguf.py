@@ -9,6 +9,7 @@ none of ours.  Norms and learned positions stay fp32, as in that converter.
 from pathlib import Path
 
 from model import GPT
+from stack.data import chat
 from stack.data.tokenizer import PATTERN, Tokenizer
 from stack.exchange import formulas, hf
 from stack.exchange.hf_tokenizers import DIGITS_PATTERN, GPT2_PATTERN, merges_of, spell
@@ -76,7 +77,10 @@ def words(tokenizer: Tokenizer, types) -> dict:
     known |= {i: (name, types.CONTROL) for name, i in tokenizer.special_ids.items()}
     every = [known.get(i, (f"[unused {i}]", types.UNUSED)) for i in range(tokenizer.vocab_size)]
     pad = {"pad_token_id": tokenizer.special_ids["<|pad|>"]} if "<|pad|>" in tokenizer.special_ids else {}
-    return {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern],
+    talk = {}
+    if tokenizer.chat_template:
+        talk = {"chat_template": chat.jinja(tokenizer, marks=False), "eot_token_id": chat.ends(tokenizer)[0]}
+    return talk | {"tokenizer_model": "gpt2", "tokenizer_pre": PRE[tokenizer.pattern],
             "token_list": [text for text, _ in every], "token_types": [kind for _, kind in every],
             "token_merges": [" ".join(map(spell, pair)) for pair in merges_of(tokenizer.ranks)],
             "bos_token_id": tokenizer.boundary_id, "eos_token_id": tokenizer.boundary_id, **pad,

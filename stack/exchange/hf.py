@@ -27,6 +27,7 @@ import torch
 
 from model import GPT, ModelConfig
 from stack.counts import undrawn
+from stack.data import chat
 from stack.data.tokenizer import Tokenizer
 from stack.exchange import formulas
 from stack.exchange.hf_files import blaming, load_tensors, local, read_json
@@ -305,9 +306,12 @@ def save_folder(model: GPT, tokenizer: Tokenizer, folder) -> None:
     if "<|pad|>" in tokenizer.special_ids:
         ends["pad_token"] = "<|pad|>"
     ids = {f"{key}_id": tokenizer.special_ids[name] for key, name in ends.items()}
+    stops = {"eos_token_id": chat.ends(tokenizer)} if tokenizer.chat_template else {}
     folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer.chat_template:
+        (folder / "chat_template.jinja").write_text(chat.jinja(tokenizer), encoding="utf-8")
     for name, content in {
-        "config.json": config | ids, "generation_config.json": ids, "tokenizer.json": words,
+        "config.json": config | ids, "generation_config.json": ids | stops, "tokenizer.json": words,
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.max_seq_len,
                                   "clean_up_tokenization_spaces": False, **ends},
     }.items():

@@ -12,6 +12,7 @@ import random
 import re
 from pathlib import Path
 
+from stack.data import chat
 from stack.data.tokenizer import BOUNDARY, Tokenizer
 from stack.exchange.hf_files import blaming, local, read_json
 
@@ -157,7 +158,27 @@ def tokenizer_from_hf(folder) -> Tokenizer:
     ranks = {bytes(byte_of[letter] for letter in word): i for word, i in words.items()}
     tokenizer = Tokenizer(pattern, ranks, specials, boundary=boundary, nfc=normalizer == "NFC")
     check_agreement(tokenizer, data)
+    if not chat.lacking(tokenizer):
+        tokenizer.chat_template = chat.OWN
+    if (theirs := _chat_template(folder)) != chat.jinja(tokenizer):
+        ends = [name for name in _end_tokens(folder, specials) if name in specials]
+        tokenizer.chat_template, tokenizer.chat_ends = theirs, tuple(dict.fromkeys(ends)) if theirs else ()
     return tokenizer
+
+
+def _chat_template(folder: Path) -> str:
+    """The Jinja text by which a folder's model talks; "" where there is none."""
+    path, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config = read_json(path) if path.is_file() else {}
+    said = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template") or ""
+    if isinstance(said, list):  # several, by name
+        said = next((form.get("template") for form in said if form.get("name") == "default"), "")
+    for name in ("bos_token", "eos_token"):  # here one token is both
+        token = config.get(name)
+        token = token["content"] if isinstance(token, dict) else token
+        if token and re.search(rf"\b{name}\b", said):
+            said = f"{{%- set {name} = {json.dumps(token)} -%}}{said}"
+    return said
 
 
 def _end_tokens(folder: Path, specials: dict[str, int]) -> list[str]:
