@@ -113,8 +113,8 @@ def begin_talk(model, tokenizer, prompt: str | None, args):
     from stack.talk import Talk
     if not tokenizer.chat_template:
         raise ValueError(f"{args.run} was never trained to talk. Finetune it on conversations:\n  python prepare.py "
-                         f"FILE.jsonl --chat --tokenizer {args.run} --out data/mine\n  python train.py configs/chat.py "
-                         f"--init_from={args.run} --data_dir=data/mine --out_dir=out/mine")
+                         f"FILE.jsonl --chat --tokenizer {args.run} --out data/talks\n  python train.py "
+                         f"configs/chat.py --init_from={args.run} --data_dir=data/talks --out_dir=out/talks")
     record = {"messages": [{"role": "user", "content": prompt}]}
     if args.messages:
         text = read_prompt("", args.messages)
