@@ -22,7 +22,7 @@ def lively(tiny):
         model = tiny(**changes)
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(torch.randn_like(p) * 0.15)
+                p.add_(torch.randn_like(p) * 0.2)
         return model
     return build
 
