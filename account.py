@@ -25,10 +25,11 @@ import textwrap
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from stack.config import not_installed  # first: it says how torch's threads are to wait
+
 try:
     import torch
 except ModuleNotFoundError as error:
-    from stack.config import not_installed
     not_installed(error)
 
 from model import INIT_STD, ModelConfig

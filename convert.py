@@ -20,10 +20,11 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from stack.config import not_installed  # first: it says how torch's threads are to wait
+
 try:
     import torch
 except ModuleNotFoundError as error:
-    from stack.config import not_installed
     not_installed(error)
 
 from model import GPT

@@ -29,11 +29,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from stack.config import RunFailed, describe, explain, load, not_installed, save_json, to_dict, warn_in_sentences
+
 try:
     import torch
     from tqdm import tqdm
 except ModuleNotFoundError as error:
-    from stack.config import not_installed
     not_installed(error)
 
 from model import GPT, ModelConfig, generate
@@ -41,7 +42,6 @@ from stack import spikes, twins
 from stack.checkpoint.folder import go_back, read_state, recover, start_fresh
 from stack.checkpoint.saves import Saves
 from stack.checkpoint.tensors import load_optimizers, load_weights
-from stack.config import RunFailed, describe, explain, load, save_json, to_dict, warn_in_sentences
 from stack.counts import describe_groups, flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
 from stack.data.tokenizer import Tokenizer

@@ -37,6 +37,10 @@ import warnings
 from decimal import Decimal
 from pathlib import Path
 
+# Before torch loads, and with it OpenMP, whose threads wait for each other in a loop: for long ones nothing is left to
+# other programs, and to a thread that waits for its core among them (docs/lab-notes.md has the measurement).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 KINDS = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "None"}
 WIDTH, HELP_COLUMN = 110, 42  # characters

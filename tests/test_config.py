@@ -336,3 +336,18 @@ finally:
     done = subprocess.run([sys.executable, command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--batch_size int (1)" in done.stdout
     assert done.stdout.splitlines()[-1] == "{'stack'}"
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "eval", "account", "convert", "prepare", "bench.__main__"])
+def test_torch_loads_behind_what_its_threads_are_told(command):
+    """OpenMP reads GOMP_SPINCOUNT once, as it is loaded; what the user has set stays."""
+    watch = ("import builtins, os, runpy, sys\nload = builtins.__import__\n"
+             "def look(name, *more):\n"
+             "    if name.split('.')[0] == 'torch' and os.environ.get('GOMP_SPINCOUNT') is None: os._exit(7)\n"
+             "    return load(name, *more)\n"
+             f"builtins.__import__ = look\nimport {command}\nprint(os.environ['GOMP_SPINCOUNT'])")
+    for set_by_user, spins in ((None, "1000"), ("77", "77")):
+        env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+        env |= {"GOMP_SPINCOUNT": set_by_user} if set_by_user else {}
+        done = subprocess.run([sys.executable, "-c", watch], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (0, spins), done.stderr
