@@ -26,7 +26,7 @@ import shlex
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from stack.config import RunFailed, describe, explain, load, not_installed, save_json, to_dict, warn_in_sentences
@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 
 from model import GPT, ModelConfig, generate
 from stack import spikes, twins
-from stack.checkpoint.folder import go_back, read_state, recover, start_fresh
+from stack.checkpoint.folder import go_back, occupied, read_state, start_fresh
 from stack.checkpoint.saves import Saves
 from stack.checkpoint.tensors import load_optimizers, load_weights
 from stack.counts import describe_groups, flops_per_token, num_params
@@ -96,8 +96,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     torch.manual_seed(cfg.seed)
 
     # 3. data, checkpoint --------------------------------------------------------------------------------------------
-    if main and resuming:
-        recover(out_dir)  # what a kill amid a save left behind
+    if main:
+        at_exit.enter_context(occupied(out_dir))
     ranks.barrier()
     with ranks.together() as found:  # what is not there for one rank, or is another for it, ends all
         tokenizer = Tokenizer.load(cfg.data_dir)
@@ -107,7 +107,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         val_data = TokenData(cfg.data_dir, "val", **open_data) if cfg.eval_interval or cfg.eval_first else None
         if cfg.init_from.startswith("hf:"):
             theirs, words = hf.load_folder(cfg.init_from)
-            saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint}
+            saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint, "checksum": hf.checksum(theirs)}
         else:
             theirs, saved = None, read_state(source) if source else None
         model_cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
@@ -126,7 +126,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             say(line)
         state |= {"tokens": saved["progress"]["seqs_seen"] * saved["train"]["seq_len"], **saved["progress"]}
         state["seqs_seen"] = state["seqs_seen"] * saved["train"]["seq_len"] // cfg.seq_len
-        with contextlib.suppress(FileNotFoundError):  # an evaluation after the last save may have found a better one
+        with contextlib.suppress(OSError, ValueError):  # an evaluation after the last save may have found a better one
             best = read_state(out_dir, "best")
             if best["data"] != train_data.data_fingerprint:
                 state["best_val"] = None
@@ -164,7 +164,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if moved := go_back(out_dir, cfg.checkpoint) if resuming else start_fresh(out_dir):
             say(moved)
         out_dir.mkdir(parents=True, exist_ok=True)
-        save_json(out_dir / "config.json", (model_cfg, cfg))
+        save_json(out_dir / "config.json", (model_cfg, replace(cfg, init_from=state["base"] or "scratch")))
     stop = at_exit.enter_context(StopSignal(launched=ranks.world_size > 1))
     log = RunLog(out_dir, resume_step=state["step"] if resuming else None, enabled=main,
                  run_id=state["wandb_id"] if cfg.checkpoint == "ckpt_last" else None,  # no step twice in one there
@@ -248,8 +248,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             saves.save("ckpt_last", standing, final=True)
         if last or leaving:
             saves.finish()
-            say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}" if leaving else
-                f"saved in {out_dir}: python sample.py {shlex.quote(str(out_dir))}")
+            say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}" if not last else
+                f"saved in {out_dir}: python {'eval' if leaving else 'sample'}.py {shlex.quote(str(out_dir))}")
             break
 
         started = time.perf_counter()

@@ -261,7 +261,7 @@ def _split(argv, types_of):
             if word.startswith("-") or ("=" in word and not os.path.exists(word)):
                 problems.append(f"{word}: a setting starts with two dashes. Write --{word.lstrip('-')}.")
             else:
-                files.append(word)
+                files.append(expand(word))
             continue
         key, equals, value = word[2:].partition("=")  # at the first "=": a value may hold more of them
         key = key.replace("-", "_")
@@ -292,7 +292,10 @@ def _read(path: str, types_of) -> dict:
     source = Path(path).read_bytes()
     try:
         if path.endswith(".json"):
-            return dict(json.loads(source))
+            values, home = dict(json.loads(source)), Path(path).parent
+            if "out_dir" in values and any(home.glob("ckpt_*")):  # a run, which may have been moved or copied
+                values["out_dir"] = str(home)
+            return values
         names = {"__file__": os.path.abspath(path), "__name__": "config"}
         exec(compile(source, path, "exec"), names)
     except Exception as error:

@@ -279,8 +279,9 @@ def test_json_round_trip(tmp_path):
     assert "broken.json" in refusal(write(tmp_path, "[1, 2]", "broken.json"))
     os.mkdir(tmp_path / "ckpt_best")
     os.mkdir(tmp_path / "else")
-    for folder in (tmp_path, f"{tmp_path}/", tmp_path / "ckpt_best", f"{tmp_path / 'ckpt_best'}/"):
-        assert load((ModelConfig, Run), [str(folder), "--seed=4"])[1] == replace(made[1], seed=4)  # a run is a config
+    for folder in (tmp_path, f"{tmp_path}/", tmp_path / "ckpt_best", f"{tmp_path / 'ckpt_best'}/"):  # a run is a config
+        here = replace(made[1], seed=4, out_dir=str(tmp_path))  # and where it lies, not where it was made, goes on
+        assert load((ModelConfig, Run), [str(folder), "--seed=4"])[1] == here
     assert "not found" in refusal(str(tmp_path / "else")) and "not found" in refusal(str(tmp_path / "ckpt_not_there"))
 
 

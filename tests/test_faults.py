@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,8 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from model import ModelConfig
 from stack import spikes
+from stack.checkpoint import folder
 from stack.checkpoint.folder import read_state
+from stack.config import load
+from stack.train_config import TrainConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resume
@@ -480,3 +485,56 @@ def test_a_flipped_byte(data, tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert exit_code.value.code == 2 and str(file) in error and "damaged" in error and "Traceback" not in error
     assert file.read_bytes() == content and len(runs.log(out)) == 2
+
+
+def test_a_moved_run_goes_on_where_it_is(data, tmp_path):
+    """Named as a config, a copy of a run is resumed itself; the run that it was copied from stays as it is."""
+    out = runs.run(data, tmp_path / "run", max_steps=2)
+    shutil.copytree(out, tmp_path / "copy")
+    train.run(*load((ModelConfig, TrainConfig), [str(tmp_path / "copy"), "--init_from=resume", "--max_steps=3"]))
+    assert runs.progress(tmp_path / "copy")["step"] == 3 and runs.progress(out)["step"] == 2
+    settings = json.loads((tmp_path / "copy/config.json").read_text())
+    assert settings["init_from"] == "scratch"  # naming it repeats the run
+
+
+def test_one_at_a_time(data, tmp_path):
+    """Where one trains, another is refused, and afterwards no longer."""
+    with folder.occupied(tmp_path / "run"):
+        with pytest.raises(OSError, match="another process is training in"):
+            runs.run(data, tmp_path / "run", max_steps=2)
+    assert not (tmp_path / "run").exists()
+    runs.run(data, tmp_path / "run", max_steps=2)
+    assert not (tmp_path / "run/.lock").exists()
+
+
+def test_what_is_damaged_is_in_nobodys_way(data, tmp_path):
+    """Damage in a later checkpoint or in the best one, or a file of the user's, stops no resume from a whole one."""
+    out = runs.run(data, tmp_path / "run", max_steps=4, save_interval=2, keep=9, eval_interval=2)
+    for name in ("ckpt_last", "ckpt_best"):
+        (out / name / "state.json").write_text("{")
+    (out / "ckpt_notes.txt").touch()
+    runs.run(data, out, init_from="resume:ckpt_step_0000002", max_steps=5, save_interval=2, keep=9, eval_interval=2)
+    assert runs.progress(out)["step"] == 5 and (out / "previous/1/ckpt_last").is_dir()
+    (out / "ckpt_best/state.json").write_text("{")
+    runs.run(data, out, init_from="resume", max_steps=6, eval_interval=2)
+    assert runs.progress(out)["step"] == 6
+
+
+def test_removed_is_taken(data, tmp_path):
+    """A file of that name, where replaced checkpoints would wait, stops no save."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.removed").touch()
+    out = runs.run(data, tmp_path / "run", max_steps=4, save_interval=1)
+    assert runs.progress(out)["step"] == 4 and not list(out.glob("*.replaced"))
+
+
+def test_asked_to_stop_while_it_is_evaluated_at_the_end(data, tmp_path, monkeypatch, capsys):
+    """Trained to the end there is nothing to go on with: how to evaluate is said."""
+    real = train.evaluate
+
+    def stop_first(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **options)
+    monkeypatch.setattr(train, "evaluate", stop_first)
+    out = runs.run(data, tmp_path / "run", max_steps=2, eval_interval=2)
+    assert f"saved in {out}: python eval.py {out}" in capsys.readouterr().out

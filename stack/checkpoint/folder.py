@@ -101,6 +101,30 @@ def model_code() -> str:
     return hashlib.sha256("".join(kept).replace(" ", "").encode()).hexdigest()[:16]  # blanks: f-strings differ there
 
 
+@contextlib.contextmanager
+def occupied(run_dir):
+    """A run folder for this process alone, recovered.  Raises OSError where another one trains in it; on a file system
+    that knows no locks nobody is asked."""
+    import fcntl
+    run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another process is training in {run_dir}: two would overwrite each other's checkpoints.\n"
+                          "  Wait for it, end it, or choose another --out_dir.") from None
+        except OSError:
+            pass
+        try:
+            recover(run_dir)
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(run_dir / ".lock")
+                run_dir.rmdir()  # if nothing came of it
+
+
 def recover(run_dir):
     """Finish or undo a save that was cut off and clear away its rest.  For the one process that writes the run."""
     run_dir = Path(run_dir)
@@ -139,14 +163,14 @@ def go_back(run_dir, name: str) -> str:
     run_dir = Path(run_dir)
     step, later = _step(run_dir / name), []
     if name != "ckpt_last":
-        later = [path for path in sorted(run_dir.glob("ckpt_*")) if _step(path) > step]
+        later = [path for path in sorted(run_dir.glob("ckpt_*")) if path.is_dir() and _step(path, step + 1) > step]
         aside = _linked(run_dir / name, run_dir / "ckpt_last")
     if later:
         previous = _next_previous(run_dir)
         for path in (run_dir / "config.json", run_dir / "log.jsonl"):
             if path.exists():
                 shutil.copyfile(path, previous / path.name)
-        for path in later:
+        for path in sorted(later, key=lambda path: path.name == "ckpt_last"):  # a kill leaves none that is newer
             os.rename(path, previous / path.name)
     if name != "ckpt_last":
         _publish(aside, run_dir / "ckpt_last")
@@ -154,9 +178,14 @@ def go_back(run_dir, name: str) -> str:
                       f"its log stays ({', '.join(path.name for path in later)})") or ""
 
 
-def _step(folder: Path) -> int:
-    """The step at which a checkpoint was saved."""
-    return _parse_state(folder)["progress"]["step"]
+def _step(folder: Path, unread: int | None = None) -> int:
+    """The step at which a checkpoint was saved; unread, if given, for one that cannot be read."""
+    try:
+        return _parse_state(folder)["progress"]["step"]
+    except (OSError, ValueError, KeyError):
+        if unread is None:
+            raise
+        return unread
 
 
 def _next_previous(run_dir: Path) -> Path:
@@ -190,9 +219,11 @@ def _publish(aside: Path, folder: Path):
 
 def _remove(folder: Path):
     """Take a folder away; what cannot be deleted now is left in .removed for `recover`, whatever the reason."""
-    with contextlib.suppress(OSError):
+    try:
         (folder.parent / ".removed").mkdir(exist_ok=True)
         os.rename(folder, folder.parent / ".removed" / f"{folder.name}.{time.time_ns()}")
+    except OSError:  # .removed cannot be used, or the folder is not there
+        shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(folder.parent / ".removed", ignore_errors=True)
 
 

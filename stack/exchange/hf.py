@@ -16,6 +16,7 @@ equals them (Mistral's unsaid sliding_window is 4096, not none).  Every field th
 must have the value that means "not used".
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -144,6 +145,12 @@ def from_theirs(tensors: dict[str, torch.Tensor], cfg: ModelConfig) -> GPT:
                 state[name][:len(rows)] = rows
     model.load_state_dict(state, assign=True)
     return model
+
+
+def checksum(model) -> str:
+    """Of a model's weights: ranks that read them each for itself compare it."""
+    sums = [(name, p.double().sum().item(), p.double().abs().sum().item()) for name, p in model.named_parameters()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
