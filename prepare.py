@@ -25,8 +25,8 @@ Documents are read (sources.py), encoded by a pool of threads (tokenizer.py) and
 decides everything, one document after the other.  The threads turn text into ids and nothing else, so their number
 changes nothing, and nothing but a few pieces of text per thread is in memory.
 
-Every document goes to train or val by its hash, and a long one gives val a part of itself, so that more text never
-moves any from val to train (parts.py).  --val names texts that are val instead.
+Every document goes to train or val by the hash of its beginning, and a long one gives val a part of itself, so that
+more text never moves any from val to train (parts.py).  --val names texts that are val instead.
 
 Rejected: all ids in one array (nanoGPT's way; it ends where memory does); a pool of processes (they copy text in and
 ids out, which tiktoken's threads share, and on Windows and macOS each starts Python anew).
@@ -342,10 +342,10 @@ def encode(job, tokenizer, state):
 
 
 def parts_of(job, reader, val, share=None, **more):
-    share, least = share or (job.val_fraction, HELD)
+    fraction, least = share or (job.val_fraction, HELD)
     if reader.source.chat:
-        return parts(reader, share, least=least, val=val, whole=True)
-    return parts(reader, share, least=least, val=val, whole=reader.source.source == "stdlib",
+        return parts(reader, fraction, least=least, val=val, whole=True)
+    return parts(reader, fraction, least=least, val=val, whole=reader.source.source == "stdlib", begin=not share,
                  special=tuple(job.special), **more)
 
 

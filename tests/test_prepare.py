@@ -276,7 +276,7 @@ def test_documents_below_the_length_stay_whole(tmp_path, vocabulary):
 @pytest.mark.parametrize("n, words, fraction", [(1, 9, 0.01), (1, 50, 0.1), (1, 250, 0.001), (5, 200, 1e-9),
                                                 (4, 1500, 0.01)])
 def test_too_little_for_its_share(tmp_path, vocabulary, capsys, n, words, fraction):
-    """Where nothing would be held out, or all: another share is, it is said, and given by hand it gives the same."""
+    """Where nothing would be held out, or all: another share is, it is said; given by hand it holds all that out."""
     for i in range(n):
         (tmp_path / f"{i}.md").write_text(prose(i, words), newline="")
     argv = [tmp_path, "--tokenizer", vocabulary, "--val_fraction"]
@@ -288,7 +288,8 @@ def test_too_little_for_its_share(tmp_path, vocabulary, capsys, n, words, fracti
     if share[1] != "0.5":
         assert run(*argv, share[2], "--out", tmp_path / "again") == 0
         assert "too few" not in capsys.readouterr().out
-        assert held_and_trained(tmp_path / "again") == (val, train)
+        again, trained = held_and_trained(tmp_path / "again")
+        assert trained and all(any(text in more for more in again) for text in val)
 
 
 @pytest.mark.parametrize("data", [b"", b"a"])
