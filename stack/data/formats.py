@@ -4,8 +4,8 @@ A name says what a file is, in letters of any case: FORMATS has who reads it, PA
 what holds several.  Content that is something else, say an image named .txt, is refused as what it is (SIGNATURES).
 
 **Bytes are kept.**  Text is read as bytes and decoded as UTF-8 here, never by open(): no line ending is translated, no
-locale is asked.  A byte order mark is dropped, UTF-16 is refused, a byte that is no UTF-8 is an error with its offset
-(or becomes U+FFFD, counted).
+locale is asked.  A byte order mark is dropped, UTF-16 is refused, so is a text with a NUL or many control characters, a
+byte that is no UTF-8 is an error with its offset (or becomes U+FFFD, counted).
 
 **Nothing is held whole**, but for one record (of MAX_LINE at most), a batch of rows (64 of parquet; in Arrow as many as
 were written at a time), and on disk a member of an archive, or a packed file that has to be read from its end.
@@ -43,6 +43,8 @@ LINK = "link or device (in an archive)"
 BATCH = 64  # rows of a table in memory
 MARK = "\udcff"  # stands for bytes that are no UTF-8 in text that is still to be divided
 codecs.register_error("stack.data.mark", lambda error: (MARK, error.end))
+CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\f\r\33"})
+MOST_CONTROLS = 0.05  # of the first bytes of a text
 SPACE = re.compile(r"[\s,]*")
 JSON = re.compile(rb"\s*(\[\s*)?\{\s*\"[^\"\\\n]{0,200}\"\s*:")  # how JSON begins that holds records
 
@@ -91,6 +93,10 @@ class File:
         if text and (encoding := wide_encoding(head)):
             raise BadFile(f"{self.where}: {encoding} from byte 0 on; UTF-8 is needed.\n"
                           f"  Convert it with: iconv -f {encoding} -t UTF-8 OLD > NEW")
+        if text and has_controls(head):
+            raise BadFile(f"{self.where} begins with more than {100 * MOST_CONTROLS:g} % control characters; "
+                          "text has next to none.\n  Leave it out, or convert it to UTF-8 if it is text of another "
+                          "encoding.")
         if text and FORMATS.get(self.kind, WHOLE) is WHOLE and JSON.match(head):
             raise BadFile(f"{self.where} holds JSON, not text.\n  Name it .json or .jsonl, and the records in it are "
                           "read, or leave it out.")
@@ -126,6 +132,10 @@ class File:
         """The text, byte for byte but for a byte order mark."""
         with self.open() as file:
             while chunk := file.read(CHUNK):
+                if b"\0" in chunk and FORMATS.get(self.kind, WHOLE) is WHOLE:
+                    at = self.offset + len(self.pending) + chunk.index(0)
+                    raise BadFile(f"{self.where}: byte {at} is NUL, which no text has.\n  Repair the file (tr -d '\\0' "
+                                  "< OLD > NEW takes NULs out), or leave it out.")
                 yield self.decode(chunk, final=False, mark=mark)
             yield self.decode(b"", final=True, mark=mark)
 
@@ -158,7 +168,16 @@ def wide_encoding(head: bytes) -> str:
             if (text := head[:len(head) & -4].decode(name)) and "\0" not in text:
                 return name
     uneven = head[1::2].count(0) - head[0::2].count(0)  # in UTF-16 every other byte of plain English is 0
-    return "" if abs(uneven) <= max(8, len(head) / 5) else "UTF-16LE" if uneven > 0 else "UTF-16BE"
+    if abs(uneven) > max(8, len(head) / 5):
+        return "UTF-16LE" if uneven > 0 else "UTF-16BE"
+    even, odd = len({*head[::2]}), len({*head[1::2]})  # of other alphabets it is one of a few, 4 in Cyrillic
+    return "" if not has_controls(head) or 3 * min(even, odd) > max(even, odd) else (
+        "UTF-16LE" if odd < even else "UTF-16BE")
+
+
+def has_controls(head: bytes) -> bool:
+    """Whether it is no text for the control characters in it; terminals' logs have many of two kinds."""
+    return len(head) - len(head.translate(None, CONTROLS)) > len(head) * MOST_CONTROLS
 
 
 class Zstd(io.RawIOBase):

@@ -154,20 +154,28 @@ def test_undecodable_bytes(tmp_path, monkeypatch, chunk):
 
 
 def test_marks_and_utf16(tmp_path):
-    """A byte order mark goes, UTF-16 is refused with or without one, zeros alone are text."""
+    """A byte order mark goes, UTF-16 is refused with or without one, so are NULs and controls."""
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffhello".encode())
     assert texts(Source(str(path))) == ["hello"]
     english = "hello world, long enough"
     for name, data in (("UTF-16", "hello".encode("utf-16")), ("UTF-16BE", english.encode("utf-16-be")),
+                       ("UTF-16LE", "Привет, мир".encode("utf-16-le")), ("UTF-16BE", "Привет".encode("utf-16-be")),
                        ("UTF-32", "hello".encode("utf-32")), ("UTF-32BE", english.encode("utf-32-be")),
                        ("UTF-32LE", "漢字".encode("utf-32-le")), ("UTF-32", codecs.BOM_UTF32_BE + b"\0\0\0a")):
         path.write_bytes(data)
         for errors in ("strict", "replace"):
             with pytest.raises(ValueError, match=rf"a\.txt: {name} from byte 0"):
                 texts(Source(str(path)), errors=errors)
-    path.write_bytes(bytes(100))
-    assert texts(Source(str(path))) == ["\0" * 100]
+    for said, data in (("control characters", bytes(100)), ("control characters", b"abc\1\2 d" * 9),
+                       ("byte 600000 is NUL", b"word " * 120_000 + b"\0"), ("is NUL", b"long enough a line \0\n")):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"a\.txt.* {said}"):
+            texts(Source(str(path)))
+        reader = Reader(Source(str(path)), skip_bad=True)
+        assert not documents(reader) and reader.counts["bad"] == 1
+    path.write_bytes(log := b"\33[1mred\33[0m b\bba\ba\n" * 50)
+    assert texts(Source(str(path))) == [log.decode()]
 
 
 def test_broken_json_lines(tmp_path, monkeypatch):
