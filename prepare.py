@@ -73,6 +73,7 @@ BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
 OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
 ONLY_READ = ("batches.py", "verify.py", "__init__.py")  # of stack/data: they decide nothing that is written
+EXAMPLE = '  sources = [dict(source="texts/", weight=70), dict(source="code/", weight=30)]'  # of a recipe
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -157,12 +158,20 @@ def count(text: str) -> int:
 
 
 def is_recipe(source: str) -> bool:
-    """A .py file that assigns `sources` at its top level; any other is text."""
+    """A .py file that assigns `sources` at its top level; any other is text. One that only seems to is refused."""
+    code = Path(source).read_bytes() if source.endswith(".py") and os.path.isfile(source) else b""
     try:
-        body = ast.parse(Path(source).read_bytes()).body if source.endswith(".py") and os.path.isfile(source) else []
-    except (SyntaxError, ValueError):
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError) as error:
+        if re.search(rb"^(?:\w+\s*,\s*)*sources\b\s*[,:=](?!=)", code, re.MULTILINE):
+            line = f", line {error.lineno}" * bool(getattr(error, "lineno", None))
+            raise ValueError(f"{source}{line}: {getattr(error, 'msg', error)}.\n  It assigns sources, so it is a recipe"
+                             ": repair it. To read it as text, give it another ending than .py.") from None
         return False
-    return any("sources" in map(ast.unparse, node.targets) for node in body if isinstance(node, ast.Assign))
+    given = (target for node in body if isinstance(node, ast.Assign | ast.AnnAssign)
+             for target in getattr(node, "targets", None) or [node.target])
+    return any(isinstance(name, ast.Name) and name.id == "sources" and isinstance(name.ctx, ast.Store)
+               for target in given for name in ast.walk(target))
 
 
 def read_recipe(path: str, known: set):
@@ -173,16 +182,25 @@ def read_recipe(path: str, known: set):
         raise ValueError(f"{path}: {type(error).__name__}: {error}.\n  A recipe assigns sources and options.") from None
     names = {key: value for key, value in names.items()
              if not key.startswith("_") and not callable(value) and type(value) is not type(os)}
-    sources, source_keys = names.pop("sources"), {field.name for field in fields(Source)}
+    sources, source_keys = names.pop("sources", None), {field.name for field in fields(Source)}
+    if not isinstance(sources, list | tuple) or not all(isinstance(source, dict) for source in sources):
+        raise ValueError(f"{path}: sources is {sources!r}; a list of dict(source=..., weight=...) is needed.\n"
+                         f"{EXAMPLE}")
     places = [(f"{path}: source {i}", source, source_keys) for i, source in enumerate(sources, 1)]
     for where, given, allowed in [(path, names, known), *places]:
         for key in set(given) - allowed:
             near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(key, allowed, 1))
             raise ValueError(f"{where} has {key!r}, which is nothing known.{near}\n  Known are "
                              f"{', '.join(sorted(allowed))}.")
-    if not sources or any("source" not in source or not source.get("weight", 0) > 0 for source in sources):
-        raise ValueError(f"{path}: every source needs a name, and a weight above 0.\n"
-                         "  sources = [dict(source=\"texts/\", weight=70), dict(source=\"code/\", weight=30)]")
+    for where, source, _ in places:
+        for key, value in source.items():
+            if key != "weight" and not isinstance(value, str):
+                raise ValueError(f"{where} has {key}={value!r}; a string is needed.\n{EXAMPLE}")
+        weight = source.get("weight", 0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+            raise ValueError(f"{where} has weight={weight!r}; a number above 0 is needed.\n{EXAMPLE}")
+    if not sources or not all(source.get("source") and source.get("weight", 0) > 0 for source in sources):
+        raise ValueError(f"{path}: every source needs a name, and a weight above 0.\n{EXAMPLE}")
     return sources, names
 
 

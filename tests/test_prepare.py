@@ -677,6 +677,17 @@ def test_a_killed_mixture(tmp_path, vocabulary):
     ("sources = [dict(source='stdlib', weight=1, filter='poems')]", "no filter 'poems'"),
     ("sources = [dict(source='a', weight=1)]\nvocab_size = 'many'", "invalid count value: 'many'"),
     ("sources = [dict(source='a', weight=1)]\n1 / 0", "ZeroDivisionError"),
+    ("sources = [dict(source='a', weight='3')]", "source 1 has weight='3'; a number above 0"),
+    ("sources = [dict(source='a', weight=float('nan'))]", "source 1 has weight=nan; a number above 0"),
+    ("sources = [dict(source='a', weight=1), dict(source=5, weight=1)]", "source 2 has source=5; a string"),
+    ("sources = 7", "sources is 7; a list of dict"),
+    ("sources = ['notes/']", r"sources is \['notes/'\]; a list of dict"),
+    ("sources: list = 'notes/'", "sources is 'notes/'; a list of dict"),
+    ("if 0: pass\nsources: list", "sources is None; a list of dict"),
+    ("seed, sources = 1, 7", "sources is 7; a list of dict"),
+    ("seed = 1\nsources = [dict(source='a', weight=1)\n", "data_x.py, line 2: .* never closed"),
+    ("sources: list = [\n", "data_x.py, line 1: .* never closed"),
+    ("seed, sources = 1, [\n", "data_x.py, line 1: .* never closed"),
 ])
 def test_wrong_recipes(tmp_path, capsys, text, words):
     """A name that is not known, or a value of the wrong kind, is refused before anything is read."""
@@ -695,8 +706,9 @@ def test_recipe_or_text(tmp_path):
     args = prepare.parse_args([str(tmp_path / "data_x.py"), "--seed", "6"])
     assert args.val_fraction == 0.2 and args.seed == 6 and args.recipe == [dict(source="stdlib", weight=3)]
     assert args.out == "data/x"
-    (tmp_path / "code.py").write_text("def f(sources):\n    return sources\n")
-    assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
+    for text in ("def f(sources):\n    return sources\n", "x[sources] = 1\n", "print 'sources = 1'\n sources = 2\n"):
+        (tmp_path / "code.py").write_text(text)
+        assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
     with pytest.raises(SystemExit):
         prepare.parse_args([str(tmp_path / "data_x.py"), "stdlib"])
     for path in (ROOT / "configs").glob("data_*.py"):
