@@ -320,9 +320,9 @@ def read_whole(file: File, key: str, skip: int):
         if not skip:
             yield 1, file, ""
         return
-    mark = re.escape(file.separator)
+    mark = re.escape(file.separator).replace("\\\n", r"\r?\n")
     mark = re.compile(rf"^{mark}(?:\r?\n|\Z)|{mark}", re.MULTILINE)  # the end of a separator's own line goes with it
-    rest, number, start, long, near = "", 0, 0, "", len(file.separator) + 2
+    rest, number, start, long, near = "", 0, 0, "", len(file.separator.replace("\n", "\r\n")) + 2
     for chunk in itertools.chain(file.chunks(mark=True), [None]):
         rest += chunk or ""
         while (found := mark.search(rest, start)) and (chunk is None or found.start() + near <= len(rest)):
@@ -334,6 +334,7 @@ def read_whole(file: File, key: str, skip: int):
         start = max(0, len(rest) - near)
         if len(rest) > MAX_LINE:
             rest, start, long = rest[start:], 0, f"is longer than {MAX_LINE:,} characters"
+    file.counts["unseparated"] += not number and not skip
     if (rest or long) and number >= skip:
         yield number + 1, rest, long or file.spoiled(rest)
 
@@ -436,19 +437,23 @@ def read_csv(file: File, key: str, skip: int):
     rows = csv.reader(itertools.chain([first], lines), delimiter=(likely or DELIMITERS[file.kind])[0], strict=True)
     number, names = -1, []
     while True:
+        begin = rows.line_num + 1
         try:
             row, why = next(rows), ""
         except StopIteration:
             return
         except csv.Error as error:
-            row, why = [""], f"is no CSV ({error})"
+            row, why = [""], f"is no CSV in lines {begin} to {rows.line_num} ({error})"
+            if "unexpected end" in str(error):
+                why = f"is no CSV (a quote in it, from line {begin} on, never ends), and nothing behind it can be read"
         if not row:  # an empty line
             continue
         number += 1
         if not number:
             names = row
             if names.count(key) != 1:
-                raise no_column(file.where, key, names)
+                raise no_column(file.where, key, names,
+                                "; where the first line names none, put one before it that does")
         elif number > skip:
             if len(row) != len(names):
                 why = why or f"has {len(row)} fields, not the {len(names)} that the first line names"
@@ -540,11 +545,11 @@ def check_column(where, schema, key: str) -> list[str]:
     return [key] if key in columns else key.split(".")
 
 
-def no_column(where, key, names):
+def no_column(where, key, names, more=""):
     names = list(names)
     found = "several columns" if key in names else "no column"
     return BadFile(f"{where} has {found} {key!r}; it has {', '.join(names[:30])}.\n  Name the one that holds the text: "
-                   "--text_key COLUMN")
+                   f"--text_key COLUMN{more}.")
 
 
 def column_texts(column, path):

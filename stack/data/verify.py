@@ -61,6 +61,8 @@ def said_of(source: dict) -> list[str]:
                     "there")
     if source.get("separator") and not source.get("separators"):
         said.append(f"--separator {source['separator']!r} is nowhere in it")
+    elif n := source.get("unseparated"):
+        said.append(f"{n:,} file(s) have no --separator {source['separator']!r} in them and are one document each")
     if replaced := source.get("replaced"):
         said.append(f"{replaced:,} times U+FFFD for bytes that were no UTF-8, or half a surrogate pair")
     return [f"  {source['source']}: {line}" for line in said] + [f"  left out: {note}" for note in source["notes"]]

@@ -219,7 +219,15 @@ TABLE = {
     "the column twice": ({"a.csv": "text,text\nx,y\n"}, "", {}, "several columns 'text'"),
     "commas without quotes": ({"a.csv": "id,text\n1,a, b\n2\n3,c\n"}, "", {}, "row 1 has 3 fields.*\n.*row 2"),
     "the same, to be skipped too": ({"a.csv": "id,text\n1,a, b\n2\n3,c\n"}, "", SKIP, ["c"], {"counts": {"bad": 2}}),
-    "a quote that never ends": ({"a.csv": 'id,text\n0,ok\n1,"abc\n2,def\n'}, "", {}, "row 2 is no CSV"),
+    "a quote that never ends": ({"a.csv": 'id,text\n0,ok\n1,"abc\n2,def\n'}, "", {},
+                               r"row 2 is no CSV \(a quote in it, from line 3 on, .* nothing behind it"),
+    "the same, to be skipped as well": (
+        {"a.csv": 'id,text\n0,ok\n1,"a\nb"\n2,"abc\n3,def\n4,g\n'}, "", SKIP, ["ok", "a\nb"],
+        {"counts": {"bad": 1}, "notes": "row 3 is no CSV (a quote in it, from line 5 on, never ends), and nothing"}),
+    "a quote that ends in another row": (
+        {"a.csv": 'id,text\n1,"abc\n2,"def"\n3,g\n'}, "", SKIP, ["g"],
+        {"counts": {"bad": 1}, "notes": "row 1 is no CSV in lines 2 to 3"}),
+    "a table without its header": ({"a.csv": "1,a\n2,b\n"}, "", {}, "it has 1, a.*names none, put one before it"),
     "a quote inside of quotes": (
         {"a.csv": 'id,text\n1,"he said "hi" twice"\n2,b\n'}, "", SKIP, ["b"], {"counts": {"bad": 1}}),
     "a header and nothing else": (
@@ -302,7 +310,12 @@ TABLE = {
     "separators inside of lines": ({"a.txt": "<|x|>one<|x|>two<|x|><|x|>three"}, "", {"separator": "<|x|>"},
                                    ["one", "two", "three"], {"counts": {"separators": 4, "empty": 1}}),
     "separators with \\r\\n": ({"a.md": "one\r\n***\r\ntwo\r\n"}, "", {"separator": "***"}, ["one\r\n", "two\r\n"], {}),
-    "a separator that is nowhere": ({"a.txt": "one"}, "", {"separator": "###"}, ["one"], {"counts": {}}),
+    "a separator that is nowhere": ({"a.txt": "one"}, "", {"separator": "###"}, ["one"],
+                                     {"counts": {"unseparated": 1}}),
+    "line ends around a separator": (
+        {"a.txt": "one\r\n---\r\ntwo\r\n---\r\n", "b.txt": "three\n---\nfour", "c.txt": "five"}, "",
+        {"separator": "\n---\n"}, ["one", "two", "three", "four", "five"],
+        {"counts": {"separators": 3, "unseparated": 1}}),
     # Hugging Face's names
     "a path that is not there": ({}, "hf:/missing/path", {}, "there is no folder /missing/path here"),
     "a folder that is not there": ({}, "hf:./missing", {}, r"there is no folder \./missing here"),
