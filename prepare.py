@@ -16,6 +16,7 @@ and any of the options below.
 A .txt, .md or .py file is one document, or several with --separator between them; so is an object in .json, .jsonl and
 .ndjson, a row of .csv, .tsv, .parquet, .arrow and of a data set on Hugging Face.  .gz, .zst, .bz2 and .xz are unpacked,
 .tar and .zip opened.  The summary says what was read as what, and what was found and passed over.
+Between train and val a long document is divided into parts, and each part counts as a document of its split.
 A killed run is continued by the same command; a finished one is left as it is.
 verify checks every checksum of a set and prints its statistics; show decodes one document.
 
@@ -60,7 +61,7 @@ try:
     from stack.data.parts import HELD, of_val, parts
     from stack.data.shards import read_header, read_meta, token_blocks, write_meta
     from stack.data.sources import UNKNOWN, Reader, Source
-    from stack.data.tokenizer import SPECIALS, Tokenizer, special_pattern, train_tokenizer
+    from stack.data.tokenizer import BOUNDARY, SPECIALS, Tokenizer, special_pattern, train_tokenizer
     from stack.data.verify import human, left_out, said_of, show, summary, verify
     from stack.data.writer import Output, check_same, clean, fresh, interleaved, locked, start
 except ModuleNotFoundError as error:
@@ -134,6 +135,7 @@ def parse_args(argv):
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val else 0.01
     args.special, args.val = sorted(set(args.special)), list(map(expand, args.val))
+    args.argv = argv
     args.out, args.tokenizer = args.out and expand(args.out), expand(args.tokenizer)
     args.recipe = [{**source, "source": expand(source["source"])} for source in args.recipe]
     if not 0 <= args.val_fraction < 1:
@@ -272,6 +274,7 @@ def make(job):
         if what:
             clean(job.folder, *OURS)
             state = {**start(job.folder, command, OURS), "read_by": made_by(job)}
+        state["argv"] = job.argv
         try:
             write_set(job, command, state)
         except (ValueError, OSError, ImportError) as error:
@@ -310,7 +313,8 @@ def write_set(job, command, state):
     if len(splits) < 1 + bool(job.val_fraction or job.val):
         clean(job.folder, *OURS)
         sources = report(job, state)
-        said = "\n".join([f"{left_out(sources)}.", *chain.from_iterable(map(said_of, sources)), "  Give more text."])
+        said = chain.from_iterable(said_of(source, "") for source in sources)
+        said = "\n".join([f"{left_out(sources)}.", *said, "  Give more text."])
         raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
                          f"and val{said}")
     # 5. What they are, in meta.json
@@ -385,10 +389,13 @@ def report(job, state):
     lines = []
     for source, record in zip(job.sources, state["sources"], strict=True):
         after = record["after"] or {"counts": {}, "notes": []}
-        kept = ("documents", "tokens", "bytes", "duplicates", "in_val", "shared_lines", "specials", "looks")
+        kept = ("documents", "tokens", "bytes", "duplicates", "in_val", "shared_lines", "specials", "looks",
+                "divided", "parts")
         lines.append({**source.identity, "val": record["val"], **{key: record[key] for key in kept},
                       **after["counts"], **{key: after[key] for key in ("notes", "commit", "read", "passed")
                                             if key in after}})
+        if BOUNDARY in job.special:  # then it does end documents
+            lines[-1].pop("boundary_lines", None)
     return lines
 
 

@@ -86,7 +86,8 @@ def corpus(tmp_path):
 
 def test_every_document_once_byte_for_byte(tmp_path, vocabulary):
     """Each document once, whole and unchanged, behind one boundary, in train or val; all of it counted."""
-    docs = [prose(i, 30) for i in range(60)] + ["CRLF\r\n\r lines\r\n", "\u2028 \x85 \x0c\n", "NUL\0", "é漢🙂",
+    docs = [prose(i, 30) for i in range(60)] + ["CRLF\r\n\r lines\r\n", "\u2028 \x85 \x0c\n", "bell\a and ESC\33[0m, rare",
+                                                    "é漢🙂",
                                                 " " * 700, "<|endoftext|> and <|pad|>", "x" * 700, "1" * 700,
                                                 prose(3, 30)]
     for i, text in enumerate(docs):
@@ -195,7 +196,7 @@ def test_limits(tmp_path, corpus, vocabulary):
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.4])
-def test_one_file_is_cut_into_train_and_val(tmp_path, vocabulary, fraction):
+def test_one_file_is_cut_into_train_and_val(tmp_path, vocabulary, capsys, fraction):
     """A single document: nothing of it is lost or comes twice, about val_fraction of it is val, whole lines of it."""
     text = prose(1, 20_000)
     (tmp_path / "book.txt").write_text(text, newline="")
@@ -207,6 +208,9 @@ def test_one_file_is_cut_into_train_and_val(tmp_path, vocabulary, fraction):
     assert all(part.endswith("\n") for part in val)
     assert 0.6 * fraction < len("".join(val)) / len(text) < 1.2 * fraction
     assert meta_of(out)["split_rule"] == "content"
+    (source,) = meta_of(out)["sources"]
+    assert (source["documents"], source["divided"], source["parts"]) == (1, 1, len(val) + len(train) + 1)
+    assert f": 1 of 1 documents, into {source['parts']:,} parts," in capsys.readouterr().out
 
 
 def test_short_val(tmp_path, vocabulary, capsys):
@@ -266,6 +270,7 @@ def test_documents_below_the_length_stay_whole(tmp_path, vocabulary):
     for i, text in enumerate(docs):
         (tmp_path / f"{i}.md").write_text(text, newline="")
     assert run(tmp_path, "--out", tmp_path / "out", "--tokenizer", vocabulary, "--val_fraction", 0.25) == 0
+    assert not any(source["divided"] for source in meta_of(tmp_path / "out")["sources"])
     val, train = held_and_trained(tmp_path / "out")
     assert {*val} | {*train} == {*docs} and 5 < len(val) < 30
     assert run(tmp_path, "--out", tmp_path / "no_val", "--tokenizer", vocabulary, "--val_fraction", 0) == 0
@@ -378,6 +383,10 @@ def test_special_tokens_by_consent(tmp_path, vocabulary, capsys, monkeypatch):
     assert run(*argv, "--out", tmp_path / "none") == 0
     assert "strings look like special tokens and are text: " in capsys.readouterr().out
     assert np.count_nonzero(read_shards(tmp_path / "none", "train") >= tokenizer.boundary_id) == 1
+    (tmp_path / "b.txt").write_text("one\n<|endoftext|>\ntwo\n")
+    for flags, said in ([], True), (["--special", "<|endoftext|>"], False):
+        assert run(tmp_path / "b.txt", *argv[1:], *flags, "--out", tmp_path / f"ends{len(flags)}") == 0
+        assert ("which is text here" in capsys.readouterr().out) == said
     assert run(*argv, "--special", "<|usr|>", "--out", tmp_path / "wrong") == 2
     assert "--special <|usr|>: the tokenizer has no such token.\n  It has <|endoftext|>" in capsys.readouterr().err
     assert run(*argv, "--special", "<|user|>", "--out", tmp_path / "some") == 2

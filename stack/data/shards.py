@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +205,15 @@ def read_meta(data_dir: str | Path) -> dict:
     return meta
 
 
+def is_record(path: str | Path) -> bool:
+    """Whether a meta.json or progress.json is that of a data set, made or in the making; others have such names too."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "splits" in found and bool({"data_fingerprint", "command"} & set(found))
+
+
 def foreign_shards(folder: Path) -> Iterator[tuple[Path, str, Header]]:
     """(path, split, header) of llm.c's shards, in a folder without meta.json; bare tokens (nanoGPT's) are refused."""
     if (folder / "meta.json").exists():
@@ -222,8 +232,13 @@ def _foreign_meta(folder):
         checksum = hashlib.blake2b(ends, digest_size=8).hexdigest()
         splits.setdefault(split, []).append({"file": path.name, "tokens": header.n_tokens, "checksum": checksum})
     if not splits:
+        make = f"Make it, or finish making it: python prepare.py stdlib --out {folder}"
+        if is_record(folder / "progress.json"):
+            words = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("argv")
+            make = "prepare.py did not finish it. The same command continues" + (
+                f": python prepare.py {shlex.join(words)}" if words else ".")
         raise FileNotFoundError(f"{folder} has no meta.json, and no llm.c shards (*_train_*.bin, *_val_*.bin) either.\n"
-                                f"  Make it, or finish making it: python prepare.py stdlib --out {folder}")
+                                f"  {make}")
     return {"version": META_VERSION, "sources": ["llm.c shards"], "tokenizer": "", "vocab_size": GPT2_VOCAB_SIZE,
             "boundary_id": GPT2_BOUNDARY_ID, "data_fingerprint": fingerprint_data("", splits),
             "splits": {split: {"tokens": sum(entry["tokens"] for entry in entries), "shards": entries}

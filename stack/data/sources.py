@@ -32,7 +32,7 @@ from typing import NamedTuple
 from stack.data import formats
 from stack.data.filters import FILTERS
 from stack.data.formats import ARCHIVES, FORMATS, PACKINGS, WHOLE, BadFile, File
-from stack.data.shards import natural
+from stack.data.shards import is_record, natural
 from stack.data.tokenizer import BOUNDARY, cut, to_bytes
 
 UNKNOWN = 2**60  # bytes of a source, where only the far end knows
@@ -43,6 +43,9 @@ HOLD = 1 << 24  # bytes of one file kept while its hash is taken; longer files a
 NOTES = 10  # broken records named in the report of --skip_bad, per source; all are counted
 HUB_SECONDS = 10  # to wait for the first answer of Hugging Face
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # waits between attempts to go on with an interrupted stream
+MAY_BE_DATA = ("data set", ".json", ".tar", ".zip", ".7z", ".rar", ".lz4", ".pdf", ".epub", ".htm", ".xhtml", ".xml",
+               ".rtf", ".doc", ".odt", ".xls", ".tex", ".rst", ".org", ".log", ".srt", ".yaml", ".yml", ".ipynb",
+               ".eml", ".mbox", ".sql", ".db", ".avro", ".orc", ".feather", ".h5", ".npy", ".pkl")  # passed over: told first
 NO_RECORD = ("has no key", "is not an object")  # what the settings of some program look like
 COMMIT = re.compile("[0-9a-f]{40}")
 BOUNDARY_LINE = re.compile(rf"^{re.escape(BOUNDARY)}\r?$", re.MULTILINE)
@@ -128,10 +131,12 @@ def _no_file(path) -> str:
     return "" if os.path.isfile(path) else "pipe or device" if os.path.exists(path) else "broken link"
 
 
-def listed(counts: dict, before="", most=12) -> str:
-    """3 .jpg (not known as text), 1 hidden: the most frequent ones"""
-    counts = (+Counter(counts)).most_common()
-    more = [(f"of {len(counts) - most} other kinds", sum(n for _, n in counts[most:]))] if counts[most:] else []
+def listed(counts: dict, before="", most=12, where="") -> str:
+    """3 .jpg (not known as text), 1 hidden: what may be data first, then the most frequent. where: the others are."""
+    def order(item):
+        return not (item[0].startswith(MAY_BE_DATA) and "(" in item[0] or item[0] == "encrypted"), -item[1]
+    counts = sorted((+Counter(counts)).items(), key=order)
+    more = [(f"of {len(counts) - most} other kinds{where}", sum(n for _, n in counts[most:]))] if counts[most:] else []
     return before + ", ".join(f"{n:,} {what}" for what, n in counts[:most] + more) if counts else ""
 
 
@@ -141,9 +146,9 @@ def _walk(folder: str, passed: dict):
         raise error
     met = {_inode(above) for above in Path(os.path.abspath(folder)).resolve().parents}
     for root, folders, names in os.walk(folder, onerror=stop, followlinks=True):
-        ours = "progress.json" in names or {"meta.json", "tokenizer.json"} <= set(names)
+        ours = any(name in names and is_record(f"{root}/{name}") for name in ("progress.json", "meta.json"))
         if ours or _inode(root) in met:
-            passed[root] = "data set" if ours else "folder met before (a link)"
+            passed[root] = f"data set ({os.path.normpath(root)})" if ours else "folder met before (a link)"
             folders.clear()
             continue
         met.add(_inode(root))

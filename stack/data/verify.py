@@ -52,9 +52,10 @@ def said_of_text(sources) -> list[str]:
     return lines
 
 
-def said_of(source: dict) -> list[str]:
+def said_of(source: dict, where=" (meta.json lists them)") -> list[str]:
     """What was read of a source as what, and what was not."""
-    read, passed = listed(source.get("read", {}), "read "), listed(source.get("passed", {}), "passed over: ")
+    read, passed = (listed(source.get(key, {}), before, where=where)
+                    for key, before in (("read", "read "), ("passed", "passed over: ")))
     said = ["; ".join(filter(None, (read, passed)))] if read or passed else []
     if lines := source.get("boundary_lines"):
         said.append(f"{lines:,} lines are {BOUNDARY}, which is text here; with --separator '{BOUNDARY}' documents end "
@@ -90,6 +91,10 @@ def summary(folder):
                       f"    Split long documents, or make the set {longest / max(1, certain):.1f} times as large."]
         lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
                   for name in mixture["ended_with"]]
+    if divided := sum(source.get("divided", 0) for source in meta["sources"]):
+        documents, parts = (sum(source[key] for source in meta["sources"]) for key in ("documents", "parts"))
+        lines.append(f"  divided between train and val: {divided:,} of {documents:,} documents, into {parts:,} parts, "
+                     "which count as documents above")
     lines += said_of_text(meta["sources"])
     if meta["not_remembered"]:
         lines.append(f"  {meta['not_remembered']:,} documents were too many to be remembered as possible duplicates")

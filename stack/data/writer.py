@@ -37,7 +37,7 @@ SAVE_SECONDS = 10  # between two records of progress
 
 def fresh(command):
     source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "duplicates": 0,
-              "in_val": 0, "shared_lines": 0}
+              "in_val": 0, "shared_lines": 0, "divided": 0, "parts": 0}
     split = {"shards": [], "tokens": 0}  # tokens: of the shard that is being filled
     sources = [{**source, "val": key == "val", "specials": {}, "looks": {}}
                for key in ("sources", "val") for _ in command.get(key, ())]
@@ -140,14 +140,14 @@ class Output:
         self.seen, self.mixture = Seen(job.folder / "seen.bin", *state["seen"]), Mixture(job.weights, state["bins"])
         self.lengths, self.boundary = tokenizer.token_bytes(), np.array([tokenizer.boundary_id], np.uint32)
         self.full, self.saved = False, 0.0  # full: max_tokens or max_bytes is reached
-        self.is_new, self.in_split = True, None  # of the document that is being written
+        self.is_new, self.in_split, self.parts = True, None, 0  # of the document that is being written
 
     def take(self, i, part):
         """Write a part of a document of source i, unless the document is a duplicate."""
         record = self.state["sources"][i]
         if part.first:
             in_val = not record["val"] and part.key in self.val_keys
-            self.is_new, self.in_split = not in_val and self.seen.add(part.key), None
+            self.is_new, self.in_split, self.parts = not in_val and self.seen.add(part.key), None, 0
             record["in_val" if in_val else "duplicates"] += not self.is_new
         if not self.is_new:
             return
@@ -181,8 +181,12 @@ class Output:
         if self.job.sources[i].chat and 0 < split.n_tokens > split.shard_tokens - len(ids):
             split.finish_shard()  # before it is full: no conversation is in two
         split.write(ids)
+        self.parts += begins
+        if begins and self.parts > 1:
+            record["divided"] += self.parts == 2
+            record["parts"] += 2 if self.parts == 2 else 1
         for totals in (self.state, record):
-            totals["documents"] += begins
+            totals["documents"] += begins and self.parts == 1
             totals["tokens"] += len(ids)
             totals["bytes"] += size
         if name == "train":

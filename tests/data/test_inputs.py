@@ -18,7 +18,7 @@ from test_sources import documents
 
 import prepare
 from stack.data import formats
-from stack.data.sources import Reader, Source
+from stack.data.sources import Reader, Source, listed
 from stack.data.tokenizer import train_tokenizer
 from stack.data.writer import fresh, start
 
@@ -390,7 +390,8 @@ def test_the_summary_says_what_became_of_it(tmp_path, vocabulary, capsys):
     argv = [tmp_path / "mixed", more, "--tokenizer", vocabulary, "--val_fraction", "0.3", "--skip_bad"]
     assert run(*argv, "--out", tmp_path / "out") == 0
     said = capsys.readouterr().out
-    for line in (f"{tmp_path}/mixed: read 2 .txt whole, 1 .jsonl by line, 1 .csv by row; passed over: 3 hidden, 1 ",
+    for line in (f"{tmp_path}/mixed: read 2 .txt whole, 1 .jsonl by line, 1 .csv by row; passed over: 1 .docx (not ",
+                 "1 .docx (not known as text), 3 hidden, ",
                  "1 .jpg (not known as text)", "1 no ending (not known as text)",
                  f"{more}: read 1 .txt whole, 1 .jsonl",
                  f"{more}: 39 lines are <|endoftext|>, which is text here", f"{more}: 1 times U+FFFD",
@@ -411,16 +412,33 @@ def test_a_data_set_inside_of_its_source(tmp_path, vocabulary, capsys):
     assert run(*argv, tmp_path / "data/x") == 0 and run(*argv, tmp_path / "data/x") == 0
     assert "nothing to do" in capsys.readouterr().out
     assert run(*argv, tmp_path / "data/y") == 0
-    assert "read 40 .txt whole; passed over: 1 data set" in capsys.readouterr().out
+    assert f"read 40 .txt whole; passed over: 1 data set ({tmp_path}/data/x)" in capsys.readouterr().out
     (tmp_path / "data/x/meta.json").rename(tmp_path / "data/x/progress.json")
-    assert Source(str(tmp_path)).passed == {"data set": 2}
+    assert Source(str(tmp_path)).passed == {f"data set ({tmp_path}/data/{name})": 1 for name in "xy"}
+
+
+@pytest.mark.parametrize("content", ['{"progress": 3, "splits": []}', "[]", "no JSON", '{"splits": 1, "text": "t"}'])
+def test_a_folder_with_names_as_ours_is_no_data_set(tmp_path, content):
+    """progress.json, meta.json and tokenizer.json of somebody else, beside text."""
+    names = ("progress.json", "meta.json", "tokenizer.json")
+    source, _ = source_of(tmp_path, {**{f"course/{name}": content for name in names}, "course/a.txt": "A"}, "", {})
+    assert not source.passed and source.names[0] == "course/a.txt" and len(source.names) == 4
+
+
+def test_what_may_be_data_is_told_first():
+    """Of many kinds that are passed over; how many are not told, and where they are."""
+    counts = {f".x{i} (not known as text)": 9 for i in range(14)} | {".xml.gz (not known as text)": 1, "encrypted": 2}
+    said = listed(counts, where=" (meta.json lists them)")
+    assert said.startswith("2 encrypted, 1 .xml.gz (not known as text), 9 .x0 ")
+    assert said.endswith(", 36 of 4 other kinds (meta.json lists them)")
+    assert listed({".txt whole": 3, ".json by record": 2}) == "3 .txt whole, 2 .json by record"
 
 
 def test_nothing_to_read_is_told_with_what_was_there(tmp_path, vocabulary, capsys):
     source, _ = source_of(tmp_path, {"x/a.json": '{"a": 1}', "x/b.json": "[]", "x/c.png": PNG}, "x", {})
     assert run(source.source, "--tokenizer", vocabulary, "--out", tmp_path / "out") == 2
     said = capsys.readouterr().err
-    assert "too little" in said and "passed over: 1 .png (not known as text), 1 .json (no key 'text')" in said
+    assert "too little" in said and "passed over: 1 .json (no key 'text'), 1 .png (not known as text)" in said
 
 
 def test_what_was_refused_is_in_nobodys_way(tmp_path, vocabulary, capsys):

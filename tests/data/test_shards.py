@@ -222,6 +222,11 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(folder, tmp_pat
     (folder / "meta.json").unlink()  # prepare.py was killed: our shards alone are no data set
     with pytest.raises(FileNotFoundError, match="finish making it"):
         TokenData(folder, "train", seq_len=8)
+    for argv, said in (({"argv": ["my notes/", "--out", "data/x"]}, "'my notes/' --out data/x"),
+                       ({}, "command continues")):
+        (folder / "progress.json").write_text(json.dumps({"command": {}, "splits": {}, **argv}))
+        with pytest.raises(FileNotFoundError, match=f"did not finish it.*{said}"):
+            TokenData(folder, "train", seq_len=8)
 
 
 def test_a_short_or_empty_split_is_refused_with_the_three_numbers(tmp_path):
