@@ -177,7 +177,7 @@ def wide_encoding(head: bytes) -> str:
 
 def has_controls(head: bytes) -> bool:
     """Whether it is no text for the control characters in it; terminals' logs have many of two kinds."""
-    return len(head) - len(head.translate(None, CONTROLS)) > len(head) * MOST_CONTROLS
+    return len(head) - len(head.translate(None, CONTROLS)) > max(2, len(head) * MOST_CONTROLS)
 
 
 class Zstd(io.RawIOBase):

@@ -43,9 +43,10 @@ HOLD = 1 << 24  # bytes of one file kept while its hash is taken; longer files a
 NOTES = 10  # broken records named in the report of --skip_bad, per source; all are counted
 HUB_SECONDS = 10  # to wait for the first answer of Hugging Face
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # waits between attempts to go on with an interrupted stream
+# of what is passed over told first
 MAY_BE_DATA = ("data set", ".json", ".tar", ".zip", ".7z", ".rar", ".lz4", ".pdf", ".epub", ".htm", ".xhtml", ".xml",
                ".rtf", ".doc", ".odt", ".xls", ".tex", ".rst", ".org", ".log", ".srt", ".yaml", ".yml", ".ipynb",
-               ".eml", ".mbox", ".sql", ".db", ".avro", ".orc", ".feather", ".h5", ".npy", ".pkl")  # passed over: told first
+               ".eml", ".mbox", ".sql", ".db", ".avro", ".orc", ".feather", ".h5", ".npy", ".pkl")
 NO_RECORD = ("has no key", "is not an object")  # what the settings of some program look like
 COMMIT = re.compile("[0-9a-f]{40}")
 BOUNDARY_LINE = re.compile(rf"^{re.escape(BOUNDARY)}\r?$", re.MULTILINE)

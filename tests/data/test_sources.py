@@ -21,7 +21,7 @@ from stack.data import formats, sources
 from stack.data.sources import Reader, Source, list_files
 from stack.data.tokenizer import cut, train_tokenizer
 
-HARD = ["plain\n", "CRLF\r\nand\rold Mac\r\n", "line\u2028and\u2029separators\x0b\x0c\x85\n", "NUL \x00 inside",
+HARD = ["plain\n", "CRLF\r\nand\rold Mac\r\n", "line\u2028and\u2029separators\x0b\x0c\x85\n", "BEL \x07 inside",
         " ", "\n\n", "<|endoftext|> is text here", "é漢字🙂 \ufeff in the middle", "\ufffd already there", "a" * 5000,
         " " * 5000]
 
