@@ -194,10 +194,12 @@ def read_recipe(path: str, known: set):
             near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(key, allowed, 1))
             raise ValueError(f"{where} has {key!r}, which is nothing known.{near}\n  Known are "
                              f"{', '.join(sorted(allowed))}.")
+    kinds = {field.name: field.type for field in fields(Source)}
     for where, source, _ in places:
         for key, value in source.items():
-            if key != "weight" and not isinstance(value, str):
-                raise ValueError(f"{where} has {key}={value!r}; a string is needed.\n{EXAMPLE}")
+            if key != "weight" and not isinstance(value, kind := kinds[key]):
+                needed = "a string" if kind is str else "True or False"
+                raise ValueError(f"{where} has {key}={value!r}; {needed} is needed.\n{EXAMPLE}")
         weight = source.get("weight", 0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
             raise ValueError(f"{where} has weight={weight!r}; a number above 0 is needed.\n{EXAMPLE}")

@@ -9,7 +9,8 @@ single document there is always some (and of documents little longer than a sect
 So where text goes depends on its document alone: no other document ever moves it, be there three or a billion, and
 nothing that is added behind it moves any from val to train, if there were BEGIN characters before.  (Of a shorter
 document the hash is of the whole, and changes with it.)  Stretches begin and end with a line or a word where one is
-near.  The modules of `stdlib` stay whole, by the hash of the whole: the README's numbers are of that.
+near.  The modules of `stdlib` and conversations stay whole, by the hash of the whole: the README's numbers are of the
+former, and the latter often begin alike.
 
 Where that holds out nothing, or all, prepare.py takes the share that the longest document can give, and says so.
 
