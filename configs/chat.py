@@ -2,7 +2,6 @@
 # Hardware: two CPU cores. Time: under three minutes. Expected: 95 % of answers or more end by themselves.
 # Needs: make demo, then: python prepare.py stdlib --chat --tokenizer out/demo --out data/chat --val_fraction 0.05
 # Launch: python train.py configs/chat.py
-# Your own: --init_from=out/RUN --data_dir=data/NAME --out_dir=out/NAME, and what that run's config says of sizes
 
 from configs.demo import *  # noqa: F403
 

@@ -78,7 +78,7 @@ def _twins(model) -> tuple[list, dict]:
 def compile_blocks(model: GPT, device: torch.device, like: GPT | None = None):
     """Compile a built model for training, or to be evaluated as it trains.  like: a model whose twins were checked
     already; what does not serve there is not attached here."""
-    cpu = device.type == "cpu" and kernels.available()
+    cpu, compiled.failed = device.type == "cpu" and kernels.available(), False
     if like is None or _twins(like)[0]:
         if cpu:
             replace_attend(model, kernels.attention, kernels.serves)
@@ -207,6 +207,7 @@ def _compared_attend(model, docs, n: int, T: int, note):
             far_twin = model.mask(where, T, two) if twin else far_own
             if twin:  # a layer may have a mask of its own, which the twin never gets
                 near, near_own = twin(where[:n], n, docs[:, :n]), twin.plain(where[:n], n, docs[:, :n])
+                near = None if torch.is_tensor(near) else near  # nothing compiles, and the twin leaves all to model.py
     some = attns[::-(-len(attns) // max(SCORES // (model.cfg.n_heads * T * T), 1)) or 1]  # over the whole depth
 
     @functools.cache

@@ -102,3 +102,6 @@ def test_without_a_compiler(traced, monkeypatch, tiny):
         replica = parallelize(model, Ranks(), torch.device("cpu"), compile=True)
         losses = list(micro_steps(replica, 2))
     assert losses == pytest.approx(list(micro_steps(tiny(**SHAPE), 2)), rel=1e-5)
+    x = torch.randint(0, 300, (2, T), generator=torch.Generator().manual_seed(0))
+    assert not [line for line in twins.check(model, x, x, (x < 4).cumsum(1), dtype=torch.float32)
+                if "the fast attention" in line]  # which nobody is given
