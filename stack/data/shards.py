@@ -180,9 +180,16 @@ def write_meta(data_dir: str | Path, *, sources, fingerprint: str, vocab_size: i
     meta = {"version": META_VERSION, "sources": sources, "tokenizer": fingerprint, "vocab_size": vocab_size,
             "boundary_id": boundary_id, "data_fingerprint": fingerprint_data(fingerprint, splits), **extra,
             "splits": {split: {**totals[split], "shards": entries} for split, entries in splits.items()}}
+    meta["checksum"] = checksum_of(meta)
     with whole_file(Path(data_dir) / "meta.json") as file:
         json.dump(meta, file, indent=1, ensure_ascii=False)
     return meta
+
+
+def checksum_of(meta: dict) -> str:
+    """Of all else that meta.json says; sets made before this was written have none."""
+    rest = {key: value for key, value in meta.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_meta(data_dir: str | Path) -> dict:

@@ -8,7 +8,15 @@ from collections import Counter
 import numpy as np
 
 from stack.data.parts import SHORT_LINE
-from stack.data.shards import fingerprint_data, read_header, read_listed, read_meta, token_blocks, verify_shard
+from stack.data.shards import (
+    checksum_of,
+    fingerprint_data,
+    read_header,
+    read_listed,
+    read_meta,
+    token_blocks,
+    verify_shard,
+)
 from stack.data.sources import listed
 from stack.data.tokenizer import BOUNDARY, Tokenizer
 from stack.data.writer import Mixture
@@ -147,6 +155,8 @@ def verify(folder):
                 raise ValueError(f"{folder}: {name} has {n:,} {key}; meta.json says {split[key]:,}.{ANEW}")
         print(f"  {name}: {at // max(1, found['documents']):,} tokens per document, {longest:,} in the longest; "
               f"{np.count_nonzero(used == 0):,} of {len(used):,} ids never occur")
+    if meta.get("checksum", now := checksum_of(meta)) != now:
+        raise ValueError(f"{folder}/meta.json was changed since it was written.{ANEW}")
     print("every checksum, id, document and byte is as it should be")
 
 

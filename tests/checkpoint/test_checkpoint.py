@@ -688,14 +688,16 @@ def test_saves_go_on_while_somebody_reads(tiny, tmp_path, monkeypatch):
 
 
 def test_pruning_that_fails_is_no_failed_save(tiny, tmp_path, monkeypatch):
-    """Whatever keeps an old numbered checkpoint from going away."""
-    rename = os.rename
+    """Whatever keeps an old numbered checkpoint from going away, by renaming or at all."""
+    rename, rmtree = os.rename, shutil.rmtree
 
     def refuse(source, target):
         if Path(source).name == "ckpt_step_0000001":
             raise PermissionError(errno.EACCES, "Permission denied")
         rename(source, target)
     monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **options: Path(folder).name == "ckpt_step_0000001" or rmtree(
+        folder, **options))
     for step in (1, 2, 3):
         write(tmp_path, fill(tiny(), step), step=step, keep=1)
     assert read_state(tmp_path)["progress"]["step"] == 3
