@@ -30,7 +30,7 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
     token_bytes = torch.as_tensor(token_bytes, device=device, dtype=torch.int64)
     exact = "cpu" if device.type == "mps" else device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=exact)  # nats, tokens, bytes
-    was_training = model.training
+    was_training, checked = model.training, ranks is not None and ranks.rank > 0
     model.eval()
     try:
         for window in windows:
@@ -39,8 +39,8 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
                           for part, filling in zip(window, (0, -100, 0), strict=True))
             with autocast(device, dtype):
                 nats = model(x, y, docs=docs if doc_mask else None, reduction="none")  # (b*T,), 0 where ignored
-                if not totals[1] and (ranks is None or ranks.rank == 0):
-                    _warn_of_other_loss(model, nats[:min(x.shape[1], 128)], x, y, docs if doc_mask else None)
+                if not checked:  # known here: to ask totals would wait for the device, each time
+                    checked = _warn_of_other_loss(model, nats[:min(x.shape[1], 128)], x, y, docs if doc_mask else None)
             valid = y != -100
             totals += torch.stack([t.to(exact).double().sum() for t in (
                 nats, valid, token_bytes[y.clamp(min=0)] * valid)])
@@ -55,7 +55,8 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
 
 
 def _warn_of_other_loss(model, nats, x, y, docs):
-    """Say it where nats (n,), of the first tokens, are not -log p: what is trained is then no measure of the text."""
+    """Say it where nats (n,), of the first tokens, are not -log p: what is trained is then no measure of the text.
+    Returns whether there were tokens to tell by."""
     x, y, docs = (part if part is None else part[:1, :len(nats)] for part in (x, y, docs))
     with torch.compiler.set_stance("force_eager"):  # a shape that does not come again
         logits = model.logits(model.hidden(x, docs=docs))[0]
@@ -64,3 +65,4 @@ def _warn_of_other_loss(model, nats, x, y, docs):
         warnings.warn(f"the loss head returns {given / own:.3f} of the nats that the logits give: held-out loss and "
                       "bits per byte are no longer those of the text. Add to the loss in chunk_arithmetic only where "
                       "`grad` is true.", stacklevel=3)
+    return own > 0
