@@ -34,17 +34,19 @@ static inline void store(bf16* to, float x) {  // to nearest, ties to even
     *to = bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// exp(x) for x <= 0 to 2e-7: 2^whole * 2^part, the second by its series.  Vectorises, unlike the library's.
+// exp(x) for x <= 0 to 2e-7: 2^whole * 2^part, the second by its series.  Vectorises, unlike the library's.  Exactly 0
+// where it is below 2^-80, which no sum of fp32 would notice: a subnormal product makes the matmul after it crawl.
 static inline float exponential(float x) {
     float y = x * 1.44269504f;
-    y = y < -126.0f ? -126.0f : y;  // and so that NaN stays NaN
+    bool nothing = y < -80.0f;  // false for NaN, which stays NaN
+    y = nothing ? -80.0f : y;
     float whole = nearbyintf(y), part = y - whole;
     float power = 1.0f + part * (0.693147181f + part * (0.240226507f + part * (0.0555041087f + part * (
         0.00961812911f + part * (0.00133335581f + part * 0.000154035304f)))));
     int32_t bits = (int32_t(whole) + 127) << 23;
     float scale;
     memcpy(&scale, &bits, 4);
-    return power * scale;
+    return nothing ? 0 : power * scale;
 }
 
 static inline float hyperbolic_tangent(float x) {
