@@ -39,7 +39,7 @@ from pathlib import Path
 
 # Before torch loads, and with it OpenMP, whose threads wait for each other in a loop: for long ones nothing is left to
 # other programs, and to a thread that waits for its core among them (docs/lab-notes.md has the measurement).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 KINDS = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "None"}

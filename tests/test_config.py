@@ -347,7 +347,7 @@ def test_torch_loads_behind_what_its_threads_are_told(command):
              "    if name.split('.')[0] == 'torch' and os.environ.get('GOMP_SPINCOUNT') is None: os._exit(7)\n"
              "    return load(name, *more)\n"
              f"builtins.__import__ = look\nimport {command}\nprint(os.environ['GOMP_SPINCOUNT'])")
-    for set_by_user, spins in ((None, "1000"), ("77", "77")):
+    for set_by_user, spins in ((None, "3000"), ("77", "77")):
         env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
         env |= {"GOMP_SPINCOUNT": set_by_user} if set_by_user else {}
         done = subprocess.run([sys.executable, "-c", watch], cwd=ROOT, env=env, capture_output=True, text=True)
