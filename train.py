@@ -279,8 +279,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         norm = total_norm(grads) * correction  # before clipping; the same on every rank
         nats, n_valid, grad_norm = torch.stack((*totals, norm)).tolist()  # the one wait for the device in a step
         finite = math.isfinite(nats + grad_norm)  # for all ranks alike: an inf spreads to all
-        spike = spikes.is_spike(state["norms"], grad_norm, cfg.skip_spikes or spikes.USUAL)
-        skip = bool(cfg.skip_spikes) and ranks.any(spike, device)
+        spike, skip = spikes.judge(state["norms"], grad_norm, cfg.skip_spikes)
+        skip = bool(cfg.skip_spikes) and ranks.any(skip, device)
         if spike:
             state["spikes"] += 1
             log.write(step=step + 1, spike=grad_norm, skipped=skip)

@@ -60,7 +60,7 @@ class TrainConfig:
     peak_tflops: float | None = None  # of one device, where its name is not known: for mfu, the share of it reached
     max_bad_steps: int = 20  # non-finite gradients in a row before giving up; each is skipped
     skip_spikes: float = 0.0  # skip a step whose gradient norm is so many standard deviations above its recent mean, of
-                              # logarithms; 0 = none, those beyond 6 are counted (spikes.py)
+                              # logarithms; 0 = none; those beyond 6 are counted anyway (spikes.py)
     wandb_project: str | None = None  # send the log to this project of Weights & Biases too
     wandb_name: str | None = None  # the run's name there; None: the last part of out_dir
     wandb_group: str | None = None  # runs that are shown together there

@@ -9,10 +9,14 @@ import pytest
 from stack import spikes
 
 
-def judge(norms, threshold=spikes.USUAL, known=None):
+def judge(norms, skip=0.0, known=None):
     """The indices of the spikes among these norms."""
+    return [i for i, (spike, _) in enumerate(verdicts(norms, skip, known)) if spike]
+
+
+def verdicts(norms, skip=0.0, known=None):
     known = spikes.unseen() if known is None else known
-    return [i for i, norm in enumerate(norms) if spikes.is_spike(known, norm, threshold)]
+    return [spikes.judge(known, norm, skip) for norm in norms]
 
 
 def noise(n, spread=0.2, seed=0):
@@ -48,8 +52,23 @@ def test_a_lasting_change_is_the_new_normal():
 def test_the_threshold_is_in_standard_deviations():
     norms = noise(500, 0.3)
     for sigmas in (3.5, 5, 8):
-        assert judge([*norms, math.exp(0.3 * sigmas)], 6) == ([500] if sigmas > 6 else [])
-        assert judge([*norms, math.exp(0.3 * sigmas)], 4)[-1:] == ([500] if sigmas > 4 else [])
+        found = [math.exp(0.3 * sigmas)]
+        assert judge(norms + found) == ([500] if sigmas > 6 else [])
+        assert judge(norms + found, 4)[-1:] == ([500] if sigmas > 4 else [])
+
+
+def test_what_is_skipped_never_hides_what_is_counted():
+    """With a threshold above the usual one the spikes below it are counted and not skipped; under it, and at it, all
+    that are counted are skipped; the first judgement is the same one for both."""
+    norms = noise(500, 0.3) + [math.exp(0.3 * 9)] + noise(200, 0.3, seed=2) + [math.exp(0.3 * 20)]
+    assert [(i, skip) for i, (spike, skip) in enumerate(verdicts(norms, 14)) if spike or skip] == [
+        (500, False), (701, True)]
+    assert judge(norms, 14) == judge(norms, 1000) == judge(norms) == [500, 701]
+    assert not any(skip for _, skip in verdicts(norms) + verdicts(norms, 1000))
+    for threshold in (3, 6):
+        assert all(spike == skip for spike, skip in verdicts(norms, threshold)) and judge(norms, threshold)
+    early = [1.0] * (spikes.LEAST - 1) + [1e9]
+    assert verdicts(early, 10)[-1] == (False, False) and verdicts([1.0, *early], 10)[-1] == (True, True)
 
 
 def test_not_finite_is_another_matter():
