@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from stack.config import Parser, as_command
+from stack.log import on_terminal
 
 
 def parse(argv):
@@ -156,7 +157,7 @@ def ask(args, model, tokenizer, trained: dict, seq_len: int) -> str:
     result = answers.report(model, tokenizer, data, args.limit)
     return json.dumps(result) if args.json else "\n".join([
         f"{result['ended']:.1%} of {result['questions']:,} held-out questions have an answer that ends within "
-        f"{result['most']} tokens", *(f"\n> {e['question']}\n{e['answer']}" for e in result["examples"])])
+        f"{result['most']} tokens", *(on_terminal(f"\n> {e['question']}\n{e['answer']}") for e in result["examples"])])
 
 
 def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> str:

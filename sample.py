@@ -19,10 +19,10 @@ are.
 import json
 import os
 import sys
-import unicodedata
 from pathlib import Path
 
 from stack.config import Parser, as_command
+from stack.log import on_terminal
 
 BATCH = 32  # samples generated side by side: bounds the memory of the KV cache
 
@@ -102,11 +102,6 @@ def repetition_penalty(penalty: float, seen):
     return lambda logits: torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def visible(text: str) -> str:
-    """Control characters as Python spells them: as they are, they could do anything to a terminal."""
-    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
-
-
 def begin_talk(model, tokenizer, prompt: str | None, args):
     """A conversation as --system, --messages and --prompt begin it."""
     from stack.data import chat
@@ -168,9 +163,13 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool, talk=N
               file=sys.stderr)
         ids = ids[-limit:]
 
+    shown = ""  # the last character, which may need what comes next
+
     def emit(text: str):
-        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+        nonlocal shown
+        sys.stdout.write(on_terminal(text, shown))
         sys.stdout.flush()
+        shown = text[-1:] or shown
 
     before, alone = prompt if echo else "", args.num_samples == 1
 

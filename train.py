@@ -48,7 +48,7 @@ from stack.data.tokenizer import Tokenizer
 from stack.device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
 from stack.evaluation.held_out import evaluate
 from stack.exchange import hf
-from stack.log import RunLog, printable
+from stack.log import RunLog, visible
 from stack.optim import make_optimizers, schedule
 from stack.parallel import tensor_parallel
 from stack.parallel.ranks import connect, disconnect, read_ranks
@@ -243,7 +243,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                                    temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
                     text = tokenizer.decode(ids)
                     log.write(step=step, sample=text)
-                    say(f"--- sample at step {step}\n{printable(text)}\n---")
+                    say(f"--- sample at step {step}\n{visible(text)}\n---")
         if leaving and step != saves.step:  # asked to stop during the evaluation
             saves.save("ckpt_last", standing, final=True)
         if last or leaving:

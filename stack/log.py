@@ -7,11 +7,16 @@ never the run (wandb has stopped runs elsewhere by raising from `log`).
 import contextlib
 import json
 import math
+import sys
 import time
+import unicodedata
 import warnings
 from pathlib import Path
 
 from stack.config import written_aside
+
+SIGNS = "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"  # seen, though Cf
+JOINERS = "\u200c\u200d"  # zero-width non-joiner and joiner
 
 
 class RunLog:
@@ -111,9 +116,26 @@ def read_log(path) -> list[dict]:
     return [line for line in lines if isinstance(line, dict)]
 
 
-def printable(text: str) -> str:
-    """A model's text with U+FFFD for what a console would obey and a page cannot hold."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+def visible(text: str, before: str = "") -> str:
+    """Text as it is, but as Python spells them the characters that a terminal or a page would obey instead of showing:
+    controls, separators of lines, what turns the direction of writing or cannot be seen (Unicode's Cc, Zl, Zp, Cf).
+
+    Not those of Cf that are signs themselves (Arabic numbers' and others), nor the two that join letters and emoji,
+    where they stand behind one that may need them: of a script from Arabic on.  before: the end of what was shown
+    before this text."""
+    shown = []
+    for c in text:
+        hidden = c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in SIGNS
+        if c in JOINERS and before[-1:] >= "\u0600" and unicodedata.category(before[-1])[0] in "LMS":
+            hidden = False
+        shown.append(repr(c)[1:-1] if hidden else c)
+        before = c
+    return "".join(shown)
+
+
+def on_terminal(text: str, before: str = "") -> str:
+    """For standard output: made visible where a terminal would obey it, untouched for a file or another program."""
+    return visible(text, before) if sys.stdout.isatty() else text
 
 
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs"}  # key of the log -> what it counts
@@ -129,7 +151,7 @@ def draw(runs, xs=("step",)):
     late = []
     for i, run in enumerate(runs):
         log, name = read_log(Path(run) / "log.jsonl"), Path(run).name if len(runs) == 1 else str(run)
-        name = printable(name).replace("$", r"\$")  # a name, no formula
+        name = visible(name).replace("$", r"\$")  # a name, no formula
         for x, (loss_axes, bpb_axes) in zip(xs, axes.T, strict=True):
             train, held, bpb = ([(line[x], line[key]) for line in log if None not in (line.get(x), line.get(key))]
                                 for key in ("loss", "val_loss", "val_bpb"))

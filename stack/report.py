@@ -24,7 +24,7 @@ import torch
 from stack.config import written_aside
 from stack.counts import components, flops_per_token, kv_cache_bytes_per_token, num_params
 from stack.device import machine
-from stack.log import draw, printable, read_log
+from stack.log import draw, read_log, visible
 
 STYLE = """
 :root { color-scheme: light dark; --curve: #1f77b4 }
@@ -72,7 +72,7 @@ def write_report(out_dir, model_cfg, cfg, *, step: int, device: torch.device, dt
 
 
 def _text(value) -> str:
-    return html.escape(printable(str(value)))
+    return html.escape(visible(str(value)))
 
 
 def _table(title: str, rows, raw: bool = False) -> str:

@@ -4,13 +4,14 @@ import json
 import math
 import sys
 import types
+import unicodedata
 import warnings
 
 import pytest
 import torch
 
 from stack import log as log_module
-from stack.log import RunLog, read_log
+from stack.log import SIGNS, RunLog, read_log, visible
 
 CPU = torch.device("cpu")
 BOUNDARY = 299
@@ -209,3 +210,18 @@ def test_tensorboard_never_stops_a_run(tmp_path, monkeypatch):
             log.close()
         assert len(caught) == 1 and len(read_log(tmp_path / broken / "log.jsonl")) == 2
         monkeypatch.undo()
+
+
+def test_what_a_terminal_would_obey_is_spelled_out():
+    """Every character that is a control, or of format and not to be seen; of text nothing else, in whatever pieces."""
+    for c in map(chr, range(0x110000)):
+        spelled = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + SIGNS
+        assert visible(f"a{c}") == "a" + (repr(c)[1:-1] if spelled else c)
+    assert visible("\u202etxt.exe\u2066 a\u200bb\ufeff\xad\U000e0041") == (
+        r"\u202etxt.exe\u2066 a\u200bb\ufeff\xad\U000e0041")
+    needed = ["👩\u200d👩\u200d👧", "🏳️\u200d🌈", "👨🏽\u200d🚀", "می\u200cخواهم", "क्\u200dष", "ക്\u200c",
+              "naïve Ελλάδα עברית"]
+    hides = {"pass\u200dword": r"pass\u200dword", "привет\u200cм": r"привет\u200cм", "\u200dx": r"\u200dx",
+             "👩\u200d\u200d👧": "👩\u200d\\u200d👧", "“\u200c": r"“\u200c"}
+    for text, shown in {**hides, **{text: text for text in needed}}.items():
+        assert visible(text) == "".join(visible(c, text[:i]) for i, c in enumerate(text)) == shown

@@ -92,13 +92,13 @@ def write(out, log=(), **changes):
 
 
 def test_nothing_is_taken_for_html(tmp_path):
-    """Samples, paths and commands are text, whatever they hold; what no page may hold is replaced."""
+    """Samples, paths and commands are text, whatever they hold; what no page may hold is spelled out."""
     out = tmp_path / "<script>x"
     out.mkdir()
     text = write(out, [dict(step=1, sample=HOSTILE)])
     parsed = Page(text)
     assert parsed.open == [] and "<script" not in text and not set("\x00\x1b\u202e") & set(text)
-    assert text.count("&lt;/pre&gt;&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; \ufffd\ufffd[31m") == 2
+    assert text.count("&lt;/pre&gt;&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; \\x00\\x1b[31m") == 2
 
 
 def test_without_log_or_git(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from stack.data.shards import (
 from stack.data.sources import listed
 from stack.data.tokenizer import BOUNDARY, Tokenizer
 from stack.data.writer import Mixture
+from stack.log import on_terminal
 
 SHORT_VAL = 8192  # tokens; below it the summary suggests more
 ANEW = "\n  Copy the set again, or delete it and make it anew."
@@ -175,6 +176,6 @@ def show(folder, split, number):
     if not 0 <= number < n:
         raise ValueError(f"{folder}: {split} has no document {number}.\n  It has {n:,}, counted from 0.")
     try:
-        print(tokenizer.decode(np.concatenate(parts)[1:].tolist()), flush=True)
+        print(on_terminal(tokenizer.decode(np.concatenate(parts)[1:].tolist())), flush=True)
     except BrokenPipeError:  # `| head`
         sys.stdout = open(os.devnull, "w")
