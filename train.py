@@ -351,8 +351,6 @@ def main():
     except (RunFailed, ValueError, OSError) as error:
         print(f"train.py: {explain(error)}", file=sys.stderr)
         sys.exit(1 if isinstance(error, RunFailed) else 2)
-    except KeyboardInterrupt:  # before the first step there is nothing to save
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ try:
     from bench import gpu, growth, head, prepare, sample, step
     from stack.device import pick_device
 except ModuleNotFoundError as error:
-    not_installed(error, "bench")
+    not_installed(error)
 
 BENCHES = dict(step=step, sample=sample, prepare=prepare, head=head, growth=growth, gpu=gpu)
 

@@ -41,6 +41,7 @@ from pathlib import Path
 # other programs, and to a thread that waits for its core among them (docs/lab-notes.md has the measurement).
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
+ROOT = Path(__file__).resolve().parent.parent
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 KINDS = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "None"}
 WIDTH, HELP_COLUMN = 110, 42  # characters
@@ -178,24 +179,55 @@ def warn_in_sentences(name: str):
     warnings.formatwarning = formatwarning
 
 
-def not_installed(error: ModuleNotFoundError, command: str | None = None):
+def command() -> str:
+    """The name of the command that runs: train.py, bench."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name
+
+
+def not_installed(error: ModuleNotFoundError):
     """End a command for which a package is missing: with one message and exit code 2."""
-    command = command or os.path.basename(sys.argv[0])
-    print(f"{command}: {sys.executable} has no package {error.name!r}.\n  Use this folder's "
+    print(f"{command()}: {sys.executable} has no package {error.name!r}.\n  Use this folder's "
           "own (make env, then source .venv/bin/activate), or: pip install -r requirements.txt", file=sys.stderr)
     raise SystemExit(2)
 
 
+def stopped(kind, error, trace):
+    """sys.excepthook of a command: Ctrl-C ends it in words and with 130."""
+    if not issubclass(kind, KeyboardInterrupt) or hasattr(sys, "ps1"):  # ps1: of python -i
+        return sys.__excepthook__(kind, error, trace)
+    with contextlib.suppress(OSError, AttributeError):  # nobody may be there to read it
+        print(f"\n{command()}: stopped", file=sys.__stderr__, flush=True)
+    raise SystemExit(130)
+
+
+def interrupted(number, frame):
+    """A command's handler of SIGINT: as Python's, but while a library is imported the end at once.  For seconds that is
+    torch, which may go on without numpy where the exception came amid numpy, or numpy fails of something else."""
+    at = frame
+    while at and not at.f_code.co_filename.startswith("<frozen importlib"):
+        at = at.f_back
+    if at:
+        with contextlib.suppress(SystemExit):
+            stopped(KeyboardInterrupt, None, None)
+        os._exit(130)
+    signal.default_int_handler(number, frame)
+
+
+if Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve().parent in (ROOT, ROOT / "bench"):
+    sys.excepthook = stopped
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: a script's `command &`
+        signal.signal(signal.SIGINT, interrupted)
+
+
 @contextlib.contextmanager
 def as_command(name: str):
-    """Around what a command does: a mistake of the user's is one message and exit code 2, Ctrl-C is 130."""
+    """Around what a command does: a mistake of the user's is one message and exit code 2."""
     warn_in_sentences(name)
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
     try:
         yield
-    except KeyboardInterrupt:
-        sys.exit(130)
     except ModuleNotFoundError as error:
         not_installed(error)
     except (ValueError, OSError) as error:

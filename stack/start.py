@@ -3,17 +3,14 @@
 import hashlib
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from model import ModelConfig
-from stack.config import to_dict
+from stack.config import ROOT, to_dict
 from stack.counts import build
 from stack.parallel.ranks import read_ranks
 from stack.train_config import TrainConfig
-
-ROOT = Path(__file__).parent.parent
 
 
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:

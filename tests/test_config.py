@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -352,3 +353,44 @@ def test_torch_loads_behind_what_its_threads_are_told(command):
         env |= {"GOMP_SPINCOUNT": set_by_user} if set_by_user else {}
         done = subprocess.run([sys.executable, "-c", watch], cwd=ROOT, env=env, capture_output=True, text=True)
         assert (done.returncode, done.stdout.strip()) == (0, spins), done.stderr
+
+
+@pytest.fixture
+def loading(tmp_path):
+    """An environment in which importing a large package is met by Ctrl-C, of which nothing else is heard, as torch does
+    with numpy."""
+    for name in ("numpy", "torch", "matplotlib"):
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "__init__.py").write_text(
+            "import contextlib, os, signal\nwith contextlib.suppress(KeyboardInterrupt):\n"
+            "    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(1000): pass\nprint('went on')\n")
+    return os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
+
+
+@pytest.mark.parametrize("argv", ["train.py configs/demo.py", "sample.py out/x --prompt x", "eval.py out/x",
+                                  "account.py configs/demo.py", "convert.py export out/x out/y", "-m bench step",
+                                  "prepare.py stdlib --out out/x", "plot.py {run}"])
+def test_ctrl_c_while_torch_loads(argv, loading, tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 1.0, "tokens": 8, "flops": 8, "seconds": 1}\n')
+    argv = argv.format(run=tmp_path).split()
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=loading, capture_output=True, text=True)
+    name = "bench" if argv[0] == "-m" else argv[0]
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"\n{name}: stopped\n")
+
+
+def test_ctrl_c_is_said(tmp_path):
+    """Later than that it is an exception, so that what a command began is tidied up, and ends in the same words."""
+    os.mkfifo(tmp_path / "prompt")
+    process = subprocess.Popen([sys.executable, ROOT / "sample.py", "out/x", "--prompt_file", tmp_path / "prompt"],
+                               stderr=subprocess.PIPE, text=True)
+    with open(tmp_path / "prompt", "w"):  # once the other side reads
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == "\nsample.py: stopped\n" and process.returncode == 130
+
+
+def test_ctrl_c_elsewhere_is_pythons():
+    """In a notebook, a test or a program of one's own, whose file is no command's, importing changes nothing."""
+    code = ("import signal, sys\nimport stack.config\n"
+            "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\nraise KeyboardInterrupt")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.endswith("KeyboardInterrupt\n") and "Traceback" in done.stderr

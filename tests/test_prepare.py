@@ -466,7 +466,7 @@ def test_killed_by_the_clock(tmp_path, corpus):
             break
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT if attempt % 2 else signal.SIGKILL)
-            # 0: it ended just before; -SIGINT (a shell's 130): it was still importing, before main could catch anything
+            # 0: it ended just before; -SIGINT (a shell's 130): Python itself was still starting
             assert process.wait() in ((130, -signal.SIGINT, 0) if attempt % 2 else (-signal.SIGKILL, 0))
     assert process.returncode == 0
     killed, straight = contents(tmp_path / "killed"), contents(tmp_path / "straight")
