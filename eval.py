@@ -66,6 +66,8 @@ def parse(argv):
             p.error(f"--{name} belongs to the held-out loss.")
     if args.limit and not (asked or args.answers):
         p.error("--limit belongs to --choices, --tasks and --answers.")
+    if args.max_tokens and args.answers:
+        p.error("--max_tokens belongs to the held-out loss and --embeddings. --limit is the number of questions.")
     if asked and (args.data or args.max_tokens or args.seq_len):
         p.error("--data, --max_tokens and --seq_len belong to the held-out loss, not to --choices and --tasks.")
     return args
@@ -115,6 +117,9 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
     talk = data.loss_on == "assistant"
     if args.stride and talk:
         raise ValueError("--stride is for text: conversations are in their windows whole. Leave it out.")
+    if args.max_tokens and args.max_tokens < seq_len:
+        raise ValueError(f"--max_tokens is {args.max_tokens:.0f} and a window has {seq_len} tokens: none would be "
+                         "counted. Raise it, or lower --seq_len.")
     whole = data.n_shards * (seq_len - data.stride)  # more tokens in windows that begin a shard than in others
     n_windows = data.n_windows if args.max_tokens is None else min(
         max((int(args.max_tokens) - whole) // data.stride, 1), data.n_windows)

@@ -56,6 +56,10 @@ NANOGPTS = {  # names of nanoGPT's flags that are others here: ours
     "min_lr": "min_lr_fraction", "eval_iters": "eval_tokens", "always_save_checkpoint": "save_interval",
     "wandb_log": "wandb_project", "wandb_run_name": "wandb_name", "start": "prompt",
 }
+INSTEAD = {  # those that no flag of ours is: what does it here
+    "eval_only": "another command here: python eval.py RUN.",
+    "backend": "not chosen here: it is nccl for --device cuda, else gloo.",
+}
 
 
 class RunFailed(RuntimeError):
@@ -143,9 +147,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def expand(path: str) -> str:
-    """~ as the user's home, also behind hf: and, where shells leave it alone, behind --key="""
+    """~ as the user's home, also behind hf: and, where shells leave it alone, behind --key=; ckpt_step_20 as
+    ckpt_step_0000020, as it is called, unless there is one of the shorter name."""
     kind = "hf:" * path.startswith("hf:")
-    return kind + os.path.expanduser(path.removeprefix("hf:"))
+    path = os.path.expanduser(path.removeprefix("hf:"))
+    return kind + (path if os.path.exists(path) else
+                   re.sub(r"(?<=ckpt_step_)\d+(?=/?$)", lambda step: f"{int(step[0]):07d}", path))
 
 
 def no_utf8(text: str) -> bool:
@@ -156,6 +163,8 @@ def no_utf8(text: str) -> bool:
 def nearest(name: str, names, dashes: str = "") -> str:
     """A sentence for someone who gave a name that is none of `names`: which one was meant."""
     theirs = {key: [n for n in ours.split() if n in names] for key, ours in NANOGPTS.items() if key not in names}
+    if name in INSTEAD:
+        return f" nanoGPT's {name} is {INSTEAD[name]}"
     found = difflib.get_close_matches(name, [*names, *(key for key in theirs if theirs[key])], n=1)
     if found and found[0] in theirs:
         return f" nanoGPT's {found[0]} is {' and '.join(dashes + ours for ours in theirs[found[0]])} here."

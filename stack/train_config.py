@@ -47,7 +47,7 @@ class TrainConfig:
     save_interval: int = 1000  # ckpt_last; 0 = only at the end
     sample_interval: int = 2000  # a few lines of text
     eval_first: bool = False  # also before the first step
-    eval_tokens: int = 2**20  # held-out tokens per evaluation, spread evenly over the split
+    eval_tokens: int = 2**20  # held-out tokens per evaluation, in windows spread evenly over the split, one at least
     keep: int = 0  # numbered checkpoints kept besides last and best
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N, mps

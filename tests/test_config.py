@@ -89,6 +89,8 @@ def test_nanogpts_names_are_known():
     for name in ("block_size", "n_embd", "n_layer", "n_head", "learning_rate", "max_iters", "eval_iters", "batch_size",
                  "gradient_accumulation_steps", "warmup_iters", "lr_decay_iters", "min_lr", "dataset", "decay_lr"):
         assert nearest(name, ours).startswith(f" nanoGPT's {name} is ") and name not in ours
+    assert nearest("eval_only", ours) == " nanoGPT's eval_only is another command here: python eval.py RUN."
+    assert "nccl for --device cuda" in nearest("backend", ours) and "batch_tokens" in nearest("batch_token", ours)
     assert nearest("n_head", ours) == " nanoGPT's n_head is n_heads and n_kv_heads here."
     assert "n_embd is d_model" in refusal("--n_embd=768", classes=(ModelConfig, TrainConfig))
     for name, mine in NANOGPTS.items():
@@ -183,7 +185,9 @@ def test_bounds(name, bad, good, says):
 
 
 @pytest.mark.parametrize("given, meant", [("~/runs/x", "HOME/runs/x"), ("hf:~/m", "hf:HOME/m"), ("a/~", "a/~"),
-                                          ("~", "HOME"), ("resume", "resume"), ("hf:m/~", "hf:m/~")])
+                                          ("~", "HOME"), ("resume", "resume"), ("hf:m/~", "hf:m/~"),
+                                          ("a/ckpt_step_20/", "a/ckpt_step_0000020/"), ("ckpt_step_7/x",) * 2,
+                                          ("resume:ckpt_step_00020", "resume:ckpt_step_0000020")])
 @pytest.mark.parametrize("name", PATHS)
 def test_the_home_folder(monkeypatch, tmp_path, name, given, meant):
     """--out_dir=~/x is the user's, wherever it stands: a shell leaves the ~ behind = alone."""

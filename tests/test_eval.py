@@ -157,7 +157,7 @@ def test_a_stride_of_a_window_is_none_and_less_is_better(measure):
     assert measure("--stride", SEQ_LEN) == measure()
     assert measure("--stride", 4)["loss"] < measure()["loss"] - 0.01
     assert measure("--stride", 4, "--micro_batch_size", 3) == pytest.approx(measure("--stride", 4), rel=1e-6)
-    for n in (100, 300):
+    for n in (SEQ_LEN, SEQ_LEN + 1, 100, 300):
         assert 0 <= n - measure("--stride", 5, "--max_tokens", n)["tokens"] < 2 * SEQ_LEN
 
 
@@ -193,6 +193,7 @@ def test_a_moved_data_folder_is_asked_for_and_found(made, measure, call, tmp_pat
 
 @pytest.mark.parametrize("flags, word", [
     (["--split", "test"], "test"), (["--seq_len", "64"], "--seq_len is 64"), (["--max_tokens", "nan"], "max_tokens"),
+    (["--max_tokens", "15"], "a window has 16 tokens"), (["--max_tokens", "9", "--answers"], "--limit"),
     (["--stride", "0"], "--stride is 0"), (["--stride", "17"], "--stride is 17"),
     (["--stride", "4", "--embeddings"], "--stride"), (["--max_token", "9"], "Did you mean --max_tokens?"),
     (["--batch_size", "9"], "--micro_batch_size"), (["--micro_batch_size", "0"], "micro_batch_size"),

@@ -139,7 +139,7 @@ def test_from_a_chosen_checkpoint(data, tmp_path, capsys):
     are in nobody's way, whatever the new line becomes."""
     same = dict(max_steps=10, save_interval=2, keep=9, eval_interval=3, log_interval=4, decay_fraction=0)
     straight, out = (runs.run(data, tmp_path / name, **same) for name in ("straight", "run"))
-    runs.run(data, out, init_from="resume:ckpt_step_0000004", **same)
+    runs.run(data, out, init_from="resume:ckpt_step_4", **same)
     assert "goes back to ckpt_step_0000004, step 4: what is later moves to" in capsys.readouterr().out
     runs.assert_same_checkpoint(straight, out)
     runs.assert_same_checkpoint(straight, out, "ckpt_best")
