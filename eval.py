@@ -6,14 +6,17 @@
     python eval.py out/demo --choices FILE.jsonl     multiple choice, by lm-evaluation-harness's rules
     python eval.py out/demo --tasks hellaswag,piqa   the harness itself, on a task of its own or a .yaml of yours
     python eval.py out/chat --answers                held-out questions: how many answers end; some of them
+    python eval.py out/demo --by_position            the loss by what stands before; out/demo/positions.png
+    python eval.py out/demo --passkey                is a number found again over 25, 50, 75, 100 % of the context?
     python eval.py out/demo --embeddings             undertrained rows, norms, neighbours; out/demo/embeddings.png
 
 Windows are fixed and in order; each token is predicted once, except the first of a shard and the few at its end that do
 not fill a window; each weighs the same.  So the result depends on nothing but model, data, --seq_len and --stride: not
 on the batch size, not on a seed.  Windows lie side by side, so that a token has half a window before it on average;
 with --stride N they begin every N tokens and only the last N of each count, of a shard's first all (transformers' guide
-to perplexity calls it a sliding window).  Of conversations only what the assistant says counts.  Loss is in nats per
-token, without z-loss.  Bits per byte can be compared between vocabularies.
+to perplexity calls it a sliding window).  With --by_position and --passkey, --seq_len may go beyond the context of a
+run with rotary positions, to see what is lost there.  Of conversations only what the assistant says counts.  Loss is in
+nats per token, without z-loss.  Bits per byte can be compared between vocabularies.
 """
 
 import json
@@ -44,7 +47,11 @@ def parse(argv):
                          'install "lm_eval[hf]" and fetches their data')
     instead.add_argument("--answers", action="store_true", help="ask the first question of each held-out conversation "
                          "instead: how many answers end within 128 tokens, and three of them")
-    p.add_argument("--limit", type=int, metavar="N", help="with --choices, --tasks or --answers: the first N questions")
+    p.add_argument("--limit", type=int, metavar="N", help="so many questions of --choices, --tasks or --answers, texts "
+                   "of --passkey")
+    instead.add_argument("--passkey", action="store_true", help="tell a number at the beginning of a text and ask for "
+                         "it at the end instead: how often it is chosen of ten, over four lengths up to --seq_len")
+    p.add_argument("--by_position", action="store_true", help="the loss over positions in powers of two too")
     instead.add_argument("--embeddings", action="store_true", help="report on the embedding table instead")
     p.add_argument("--words", nargs="+", default=(), metavar="WORD", help="with --embeddings: whose neighbours to show")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -61,11 +68,11 @@ def parse(argv):
     if args.words and not args.embeddings:
         p.error("--words belongs to --embeddings.")
     asked = args.choices or args.tasks
-    for name in ("quant", "stride"):
-        if getattr(args, name) and (asked or args.embeddings or args.answers):
+    for name in ("quant", "stride", "by_position"):
+        if getattr(args, name) and (asked or args.embeddings or args.answers or args.passkey):
             p.error(f"--{name} belongs to the held-out loss.")
-    if args.limit and not (asked or args.answers):
-        p.error("--limit belongs to --choices, --tasks and --answers.")
+    if args.limit and not (asked or args.answers or args.passkey):
+        p.error("--limit belongs to --choices, --tasks, --answers and --passkey.")
     if args.max_tokens and args.answers:
         p.error("--max_tokens belongs to the held-out loss and --embeddings. --limit is the number of questions.")
     if asked and (args.data or args.max_tokens or args.seq_len):
@@ -99,17 +106,27 @@ def open_data(folder: Path, split: str, seq_len: int, run, tokenizer, stride: in
     return TokenData(folder, split, seq_len=seq_len, stride=stride, vocab_size=tokenizer.vocab_size)
 
 
+def go_beyond(args, model, seq_len: int) -> int:
+    """The context that the run has; where it is asked what is behind that, the model takes longer ones from now on."""
+    own = model.cfg.max_seq_len
+    if seq_len > own and (model.cfg.pos == "learned" or not (args.by_position or args.passkey)):
+        raise ValueError(f"--seq_len is {seq_len}; {args.run} has a context of {own}. Lower it.")
+    model.cfg.max_seq_len = max(own, seq_len)
+    return own
+
+
 def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
     """What to print about loss, perplexity and bits per byte over the split; with --quant, of 8 bits too."""
+    import torch
     from tqdm import tqdm
 
     from stack.data.batches import iterate_windows
     from stack.device import pick_dtype
+    from stack.evaluation import positions
     from stack.evaluation.held_out import evaluate
     from stack.quantize import quantize_int8
     from stack.twins import compile_head
-    if seq_len > model.cfg.max_seq_len:
-        raise ValueError(f"--seq_len is {seq_len}; {args.run} has a context of {model.cfg.max_seq_len}. Lower it.")
+    trained_on = go_beyond(args, model, seq_len)
     if args.stride and args.stride > seq_len:
         raise ValueError(f"--stride is {args.stride} and a window has {seq_len} tokens: those in between would not be "
                          "counted. Lower it, or raise --seq_len.")
@@ -127,17 +144,39 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
     for name, prepare in forms.items():
         windows = iterate_windows(data, args.micro_batch_size, max_windows=n_windows)
         bar = tqdm(windows, total=-(-n_windows // args.micro_batch_size), unit="batch", leave=False, disable=None)
-        result = evaluate(prepare(model), bar, tokenizer.token_bytes(), device=device,
+        places = torch.zeros(2, seq_len, dtype=torch.float64) if args.by_position else None
+        result = evaluate(prepare(model), bar, tokenizer.token_bytes(), device=device, places=places,
                           dtype=pick_dtype(args.dtype, device), doc_mask=bool(talk or trained.get("doc_mask")))
         if not math.isfinite(result["loss"]):
             raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
-        results[name] = result
+        results[name] = result | ({"by_position": positions.by_powers(places)} if args.by_position else {})
+    if args.by_position:
+        positions.plot(results[args.split]["by_position"], beside(args.run, "positions.png"), trained_on)
     if args.json:
         return json.dumps(results[args.split] | ({"quantized": results[args.quant]} if args.quant else {}))
     return "\n".join(
         f"{name}{', answers only' if talk else ''}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | "
         + ("no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte")
-        + f" | {r['tokens']:,} tokens, {r['bytes']:,} bytes" for name, r in results.items())
+        + f" | {r['tokens']:,} tokens, {r['bytes']:,} bytes"
+        + ("\n" + positions.text(r["by_position"]) if args.by_position else "") for name, r in results.items())
+
+
+def find_passkeys(args, model, tokenizer, seq_len: int, device) -> str:
+    """What to print about numbers told at the beginning of a context and asked for at its end."""
+    from stack.device import pick_dtype
+    from stack.evaluation import positions
+    go_beyond(args, model, seq_len)
+    result = positions.passkey(model, tokenizer, seq_len, trials=args.limit, device=device,
+                               dtype=pick_dtype(args.dtype, device), rows=args.micro_batch_size)
+    return json.dumps(result) if args.json else "\n".join(
+        [f"pass key, {result['trials']} texts of each length, one of ten numbers (chance is 10 %):",
+         *(f"  {length:,} tokens: {share:.0%} found" for length, share in result["found"].items())])
+
+
+def beside(run, name: str) -> str:
+    """Where a picture about a run, or about a checkpoint in it, goes."""
+    run = Path(run)
+    return str((run.parent if run.name.startswith("ckpt_") else run) / name)
 
 
 def answers(args, model, tokenizer, device) -> str:
@@ -179,8 +218,7 @@ def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> str:
         sizes = {seq_len, seq_len * trained.get("micro_batch_size", 8), trained.get("batch_tokens", 8 * seq_len)}
         touched = [(n, rows_of_batches(data, n // seq_len)) for n in sorted(sizes) if n // seq_len <= data.n_windows]
     result, arrays = embeddings.report(model, tokenizer, counts=counts, touched=touched, words=args.words)
-    run = Path(args.run)
-    result["png"] = str((run.parent if run.name.startswith("ckpt_") else run) / "embeddings.png")
+    result["png"] = beside(args.run, "embeddings.png")
     try:
         embeddings.plot(arrays, result["png"])
     except OSError as error:
@@ -232,6 +270,8 @@ def main():
             print(know_table(args, model, tokenizer, trained, seq_len))
         elif args.answers:
             print(ask(args, model, tokenizer, trained, seq_len))
+        elif args.passkey:
+            print(find_passkeys(args, model, tokenizer, args.seq_len or model.cfg.max_seq_len, device))
         elif args.choices or args.tasks:
             print(answers(args, model, tokenizer, device))
         else:

@@ -11,7 +11,8 @@
 A SOURCE is stdlib (the running Python's own library: 12 MB of text on every machine), a file, a folder, a glob in
 quotes, or hf:NAME[@REVISION][:CONFIG][:SPLIT], streamed from Hugging Face (meta.json keeps the commit it came from).
 Or the one SOURCE is a recipe: a .py file that assigns `sources`, a list of dict(source=..., weight=..., filter=...),
-and any of the options below.
+and any of the options below.  With phases = [0.9] the mixture changes after 0.9 of max_tokens, and a weight may be a
+list, [70, 30], of one for each phase; training goes through the phases in their order.
 
 A .txt, .md or .py file is one document, or several with --separator between them; so is an object in .json, .jsonl and
 .ndjson, a row of .csv, .tsv, .parquet, .arrow and of a data set on Hugging Face.  .gz, .zst, .bz2 and .xz are unpacked,
@@ -57,6 +58,8 @@ from pathlib import Path
 from stack.config import Parser, expand, explain
 
 try:
+    import numpy as np
+
     from stack.data import chat
     from stack.data.parts import HELD, of_val, parts
     from stack.data.shards import read_header, read_meta, token_blocks, write_meta
@@ -69,7 +72,7 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
-           "tokenizer_bytes", "seed", "special")  # what decides the bytes of the shards, beside the sources
+           "tokenizer_bytes", "seed", "special", "phases")  # what decides the bytes of the shards, beside the sources
 BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
 OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
@@ -113,6 +116,7 @@ def parse_args(argv):
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     add("--workers", **number, default=cpus, help="threads that encode; changes only the speed (all CPUs)")
     add("--seed", type=int, metavar="N", default=1337, help="of the tokenizer's sample (1337)")
+    parser.set_defaults(phases=[])
     argv = [re.sub("^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     args = parser.parse_args(argv)
     args.source = list(map(expand, args.source))
@@ -146,9 +150,24 @@ def parse_args(argv):
     if args.out is None:
         name = Path(args.source[0].removeprefix("hf:").split(":")[0]).name.split(".")[0].removeprefix("data_")
         args.out = f"data/{re.sub('[^A-Za-z0-9_-]+', '_', name).strip('_') or 'mine'}"
-    args.folder, weights = Path(args.out), [source.get("weight", 0) for source in args.recipe]
-    args.weights = [weight / sum(weights) for weight in weights] if any(weights) else None
+    args.folder = Path(args.out)
+    if args.phases and not args.max_tokens:
+        parser.error("phases are shares of max_tokens, which the recipe does not have; give --max_tokens")
+    args.weights, args.mixtures = mixtures(args)
     return args
+
+
+def mixtures(args):
+    """(shares of the sources over all, [(tokens from which a phase's mixture counts, its shares)]), or None for shares
+    where nothing has a weight."""
+    starts, weights = [0.0, *args.phases], [source.get("weight", 0) for source in args.recipe]
+    if not any(map(bool, weights)):
+        return None, [(0, None)]
+    phases = np.array([each if isinstance(each, list | tuple) else [each] * len(starts) for each in weights], float).T
+    phases /= phases.sum(1, keepdims=True)
+    over_all = np.diff([*starts, 1.0]) @ phases
+    return over_all.tolist(), [(int(start * (args.max_tokens or 0)), shares) for start, shares in
+                               zip(starts, phases.tolist(), strict=True)]
 
 
 def count(text: str) -> int:
@@ -185,6 +204,11 @@ def read_recipe(path: str, known: set):
     names = {key: value for key, value in names.items()
              if not key.startswith("_") and not callable(value) and type(value) is not type(os)}
     sources, source_keys = names.pop("sources", None), {field.name for field in fields(Source)}
+    names["phases"] = phases = names.get("phases", [])
+    bounds = [0, *phases, 1] if isinstance(phases, list) and all(type(at) in (int, float) for at in phases) else [1]
+    if sorted({*bounds}) != bounds or len(bounds) < 2:
+        raise ValueError(f"{path}: phases is {phases!r}; a list of rising shares of max_tokens between 0 and 1 is "
+                         "needed.\n  With phases = [0.9] the second mixture begins at 0.9 of them.")
     if not isinstance(sources, list | tuple) or not all(isinstance(source, dict) for source in sources):
         raise ValueError(f"{path}: sources is {sources!r}; a list of dict(source=..., weight=...) is needed.\n"
                          f"{EXAMPLE}")
@@ -200,11 +224,17 @@ def read_recipe(path: str, known: set):
             if key != "weight" and not isinstance(value, kind := kinds[key]):
                 needed = "a string" if kind is str else "True or False"
                 raise ValueError(f"{where} has {key}={value!r}; {needed} is needed.\n{EXAMPLE}")
-        weight = source.get("weight", 0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-            raise ValueError(f"{where} has weight={weight!r}; a number above 0 is needed.\n{EXAMPLE}")
-    if not sources or not all(source.get("source") and source.get("weight", 0) > 0 for source in sources):
+        weight, several = source.get("weight", 0), isinstance(source.get("weight"), list | tuple)
+        if any(type(each) not in (int, float) or not 0 <= each < float("inf") for each in (
+                weight if several else [weight])) or several and len(weight) != len(phases) + 1:
+            raise ValueError(f"{where} has weight={weight!r}; a number above 0 is needed, or a list of one for each of "
+                             f"{len(phases) + 1} phase(s).\n{EXAMPLE}")
+    weights = [source.get("weight", 0) for source in sources]
+    weights = [each if isinstance(each, list | tuple) else [each] * (len(phases) + 1) for each in weights]
+    if not sources or not all(source.get("source") for source in sources) or not all(map(any, weights)):
         raise ValueError(f"{path}: every source needs a name, and a weight above 0.\n{EXAMPLE}")
+    if empty := [number for number, phase in enumerate(zip(*weights, strict=True), 1) if not any(phase)]:
+        raise ValueError(f"{path}: in phase {empty[0]} no source has a weight above 0.\n{EXAMPLE}")
     return sources, names
 
 
@@ -351,13 +381,14 @@ def encode(job, tokenizer, state):
         return state["tokens"] if in_tokens else consumed
     total = job.max_tokens if in_tokens else job.max_bytes or sum(sum(source.sizes) for source in job.sources)
     with bar(total=total, initial=done(), unit="tok" if in_tokens else "B", desc="encoding") as shown:
-        for i, piece in interleaved(readers, streams, records, job.weights):
+        for i, piece in interleaved(readers, streams, records, output.weights):
             output.take(i, piece)
             shown.update(done() - shown.n)
             if output.full:
                 break
             if piece.after:  # the end of a document: here a run can continue
                 records[i]["after"] = piece.after
+                output.turn()
                 if output.is_due():
                     output.save()
     for stream in streams:

@@ -17,6 +17,7 @@ muon_lr, adamw_lr, z_loss = 5e-3, 4e-3, 0.0
 warmup_steps, decay_fraction, max_steps = 100, 0.4, 3800
 
 eval_interval, save_interval, sample_interval, log_interval = 1000, 1000, 1000, 50
+keep = 3  # steps 2000, 3000 and the last: configs/anneal.py branches off from the first
 
 # bf16 doubles the speed of a CPU that multiplies it (AVX-512 BF16, AMX) and is emulated, far slower, on others
 dtype = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"

@@ -72,6 +72,7 @@ class ConfigError(ValueError):
 
 def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
     """One instance of each dataclass from its defaults, the config file named in argv, and the flags; the last counts.
+    `given`, of each, has the names that file and flags assign: with a default's value too.
 
     Raises one ConfigError with all that is wrong: in file and flags first, then what each dataclass's `problems()`
     names, then `check(*instances) -> list[str]` of several.  --help exits.
@@ -102,6 +103,8 @@ def load(classes, argv: list[str], *, doc: str = "", check=None) -> tuple:
     _raise(problems)
     instances = tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
                       for cls in classes)
+    for instance in instances:
+        instance.given = frozenset(values)
     problems = [p for instance in instances if hasattr(instance, "problems") for p in instance.problems()]
     _raise(problems or (check(*instances) if check else []))  # checks across dataclasses presume that each is sound
     return instances

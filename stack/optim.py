@@ -179,17 +179,18 @@ def schedule(cfg, step: int) -> float:
     """Multiplier of every group's peak for the update made at `step` (0 is the first), by a TrainConfig's settings.
 
     Up linearly over warmup_steps, the first update already above 0; then "wsd" stays flat and falls over the last
-    decay_fraction of the run like 1 - sqrt(progress) (arXiv 2405.18392), "cosine" falls from the warm-up on.  From
-    max_steps on exactly min_lr_fraction (or 1 where decay_fraction is 0).  Where warm-up and decay overlap the smaller
-    of the two counts: it rises, then falls.
+    decay_fraction of the run like 1 - sqrt(progress) (arXiv 2405.18392), "linear" the same along a line, "cosine" falls
+    from the warm-up on.  From max_steps on exactly min_lr_fraction (or 1 where decay_fraction is 0).  Where warm-up and
+    decay overlap the smaller of the two counts: it rises, then falls.
     """
-    if cfg.schedule not in ("wsd", "cosine"):
-        raise ValueError(f"schedule is {cfg.schedule!r}; it must be 'wsd' or 'cosine'.")
+    if cfg.schedule not in ("wsd", "linear", "cosine"):
+        raise ValueError(f"schedule is {cfg.schedule!r}; it must be 'wsd', 'linear' or 'cosine'.")
     warmup_steps = min(cfg.warmup_steps, cfg.max_steps)
     warm = min((step + 1) / warmup_steps, 1.0) if warmup_steps else 1.0
     start = warmup_steps if cfg.schedule == "cosine" else cfg.max_steps * (1 - cfg.decay_fraction)
-    if step < start or cfg.schedule == "wsd" and cfg.decay_fraction == 0:
+    if step < start or cfg.schedule != "cosine" and cfg.decay_fraction == 0:
         return warm
     progress = min((step - start) / (cfg.max_steps - start), 1.0) if cfg.max_steps > start else 1.0
-    shape = 1 - math.sqrt(progress) if cfg.schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
+    lines = {"wsd": 1 - math.sqrt(progress), "linear": 1 - progress}
+    shape = lines.get(cfg.schedule, (1 + math.cos(math.pi * progress)) / 2)
     return min(warm, cfg.min_lr_fraction + (1 - cfg.min_lr_fraction) * shape)

@@ -55,16 +55,18 @@ def resume_command(typed: list[str]) -> str:
 
 def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, tokenizer, say):
     """The model to build: as asked for, with the tokenizer's vocabulary; to finetune, that of `source`, of which
-    `saved` holds "model" and "tokenizer"."""
+    `saved` holds "model" and "tokenizer", with another context if one was asked for."""
     if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
         raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
                           f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
                           f"tokens. Prepare the data with --tokenizer {source}.")
     if saved is not None and not cfg.checkpoint:
-        settled = replace(ModelConfig(**saved["model"]), dropout=model_cfg.dropout)
+        settled = replace(lengthened(ModelConfig(**saved["model"]), model_cfg, source), dropout=model_cfg.dropout)
         if cfg.seq_len > settled.max_seq_len:
             raise ConfigError(f"seq_len ({cfg.seq_len}) is more than the {settled.max_seq_len} tokens of {source}. "
-                              "Lower it.")
+                              "Lower it" + (", or raise --max_seq_len." if settled.pos == "rope" else "."))
+        if changed := differences(saved["model"], {key: getattr(settled, key) for key in LENGTHS}):
+            say(f"as asked for, other than in {source}: {changed}")
         if other := differences(model_cfg, settled):
             say(f"the architecture is that of {source}, not the one asked for: {other}")
         return settled
@@ -75,6 +77,23 @@ def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None,
         say(f"vocab_size {tokenizer.vocab_size}, the size of {cfg.data_dir}'s tokenizer, instead of "
             f"{model_cfg.vocab_size}")
     return replace(model_cfg, vocab_size=tokenizer.vocab_size)
+
+
+LENGTHS = "max_seq_len", "rope_theta"  # what a finetuned model may have otherwise than its source: no weight's shape
+
+
+def lengthened(theirs: ModelConfig, asked: ModelConfig, source) -> ModelConfig:
+    """The source's model with the context and theta that config file or flags name.  A shorter context than the
+    source's is left as it is: nothing would be gained by it."""
+    given = {key: getattr(asked, key) for key in LENGTHS if key in getattr(asked, "given", ())}
+    longer = given.get("max_seq_len", 0) > theirs.max_seq_len
+    if theirs.pos == "learned":
+        if longer:
+            raise ConfigError(f"max_seq_len ({asked.max_seq_len}) is more than the {theirs.max_seq_len} positions that "
+                              f"{source} has learned, each a row of a table: there is none for a later one. Set "
+                              f"--max_seq_len={theirs.max_seq_len}, or begin with a model whose pos is rope.")
+        return theirs
+    return replace(theirs, **{key: value for key, value in given.items() if key != "max_seq_len" or longer})
 
 
 # What resuming with another value gives up.  The architecture is refused likewise; other settings may change freely.

@@ -42,7 +42,7 @@ def shortened(cfg: TrainConfig, say) -> TrainConfig:
     fits = max(cfg.max_steps // 10, 1)
     decay = round(cfg.max_steps * cfg.decay_fraction)
     say(f"warm-up takes {fits} of the {cfg.max_steps} steps, and not {cfg.warmup_steps}, which are more than the run "
-        f"has{f'; decay the last {decay}' if cfg.schedule == 'wsd' else ''}. Set --warmup_steps to choose.")
+        f"has{f'; decay the last {decay}' if cfg.schedule != 'cosine' else ''}. Set --warmup_steps to choose.")
     return replace(cfg, warmup_steps=fits)
 
 

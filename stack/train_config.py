@@ -37,9 +37,9 @@ class TrainConfig:
     beta2: float = 0.95  # AdamW's memory of their squares
     grad_clip: float = 1.0  # a longer gradient, over all parameters, is shortened to this; 0 = off
     z_loss: float = 1e-4  # weight of logsumexp squared, keeps logits from drifting; in the logged loss; 0 = off
-    schedule: typing.Literal["wsd", "cosine"] = "wsd"  # wsd: warm up, stay at the peak, decay; cosine: fall all along
+    schedule: typing.Literal["wsd", "linear", "cosine"] = "wsd"  # wsd, linear: warm up, stay, decay; cosine: only fall
     warmup_steps: int = 500  # the learning rate rises from 0
-    decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd)
+    decay_fraction: float = 0.1  # last part of max_steps, in which it falls (wsd, linear)
     min_lr_fraction: float = 0.0  # where it ends, as a share of the peak
     # every so many steps, and at the end; 0 = never
     log_interval: int = 10  # a line of numbers; its loss is the mean since the last one

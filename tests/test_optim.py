@@ -177,7 +177,7 @@ EDGES = [(warmup, horizon, fraction, floor) for horizon in (1, 2, 10, 100) for w
          for fraction in (0.1, 0.4, 1.0) for floor in (0.0, 0.1, 1.0)]
 
 
-@pytest.mark.parametrize("name", ["wsd", "cosine"])
+@pytest.mark.parametrize("name", ["wsd", "linear", "cosine"])
 def test_schedule_rises_then_falls_and_ends_at_the_floor(name):
     for warmup, horizon, fraction, floor in EDGES:
         cfg = TrainConfig(schedule=name, warmup_steps=warmup, max_steps=horizon, decay_fraction=fraction,
@@ -205,5 +205,9 @@ def test_schedule_corners():
         values = [schedule(edge, s) for s in range(1001)]
         steps = [abs(a - b) for a, b in zip(values, values[1:], strict=False)]
         assert max(steps) < 0.1001
+    linear = replace(wsd, schedule="linear")
+    assert [schedule(linear, s) for s in (0, 799, 850, 900, 1000)] == pytest.approx([0.1, 1.0, 0.775, 0.55, 0.1])
+    to_nothing = replace(linear, warmup_steps=0, decay_fraction=1.0, min_lr_fraction=0.0)  # as an annealing branch
+    assert [schedule(to_nothing, s) for s in (0, 250, 999, 1000)] == pytest.approx([1, 0.75, 0.001, 0])
     with pytest.raises(ValueError, match="cosine"):
-        schedule(TrainConfig(schedule="linear"), 0)
+        schedule(TrainConfig(schedule="polynomial"), 0)

@@ -17,7 +17,7 @@ import pytest
 
 import prepare
 from stack.data import sources, writer
-from stack.data.batches import TokenData
+from stack.data.batches import Batches, TokenData
 from stack.data.tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(prepare.__file__).parent
@@ -616,6 +616,69 @@ def test_tokens_follow_the_weights(tmp_path, vocabulary, capsys):
                for record, size in zip(records, (10, 40, 5), strict=True)), "it ends when a source does"
 
 
+PHASES = "max_tokens = 40_000\nphases = [0.6, 0.9]\nval_fraction = 0.05"
+SHARES = ([8, 1, 1], [2, 8, 0])  # of two sources, in three phases
+
+
+def test_a_mixture_changes_by_phase(tmp_path, vocabulary, capsys):
+    """Each phase begins after its share of the tokens, in a shard of its own, and has its own weights; training goes
+    through them in their order, with shuffled windows only inside of each, and goes on alike from any position."""
+    path = recipe(tmp_path, SHARES, (20, 30), PHASES)
+    assert run(path, "--tokenizer", vocabulary, "--shard_tokens", 9000, "--out", tmp_path / "out") == 0
+    assert "3 phases, from training tokens 0, " in capsys.readouterr().out
+    meta, boundary = meta_of(tmp_path / "out"), Tokenizer.load(tmp_path / "out").boundary_id
+    starts, total = meta["mixture"]["phases"], meta["splits"]["train"]["tokens"]
+    assert starts == pytest.approx([0, 0.6 * total, 0.9 * total], abs=300) and meta["mixture"]["worst_points"] < 15
+    shards = meta["splits"]["train"]["shards"]
+    assert [shard.get("phase", 0) for shard in shards] == [0, 0, 0, 1, 1, 2]
+    firsts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+    assert [firsts[0], firsts[3], firsts[5]] == starts
+    names = {json.loads(line)["text"]: i for i in range(2) for line in open(tmp_path / f"source_{i}.jsonl")}
+    ids = read_shards(tmp_path / "out", "train")
+    begins = np.flatnonzero(ids == boundary)
+    owners = np.repeat([names.get(text, -1) for text in documents(tmp_path / "out", "train")],
+                       np.diff([*begins, len(ids)]))
+    for first, end, share in zip(starts, [*starts[1:], total], (0.8, 1 / 9, 1), strict=True):
+        assert np.mean(owners[first:end] == 0) == pytest.approx(share, abs=0.03)
+    for packing in ("stream", "best_fit"):
+        data = TokenData(tmp_path / "out", "train", seq_len=32, packing=packing)
+        a, b = data.phases[1:3]
+        for epoch in (0, 1):
+            order = data.order(epoch, seed=7)
+            for part in (range(a), range(a, b), range(b, data.n_windows)):
+                assert sorted(order[part.start:part.stop]) == list(part) != list(order[part.start:part.stop])
+        assert "3 phases, of " in data.describe()
+        made = Batches(data, seed=7, micro_batch_size=4)
+        all_of_it = [next(made)[0] for _ in range(12)]
+        later = Batches(TokenData(tmp_path / "out", "train", seq_len=32, packing=packing), seed=7, micro_batch_size=4,
+                        start_seq=28)
+        assert all((next(later)[0] == x).all() for x in all_of_it[7:])
+    assert TokenData(tmp_path / "out", "val", seq_len=32).phases[0] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+def test_phases_are_continued_exactly(tmp_path, vocabulary):
+    """Killed before any rename, those at a change of phase among them, a run ends with the same bytes."""
+    path = recipe(tmp_path, SHARES, (20, 30), PHASES)
+    argv = [str(path), "--tokenizer", str(vocabulary), "--shard_tokens", "9000", "--out"]
+    assert run(*argv, tmp_path / "straight") == 0
+    for n in range(2, 100, 2):
+        if not killed_at("replace", n, [*argv, str(tmp_path / f"k{n}")]):
+            break
+        assert run(*argv, tmp_path / f"k{n}") == 0
+        assert contents(tmp_path / f"k{n}") == contents(tmp_path / "straight"), n
+    assert n > 12
+
+
+def test_phases_need_a_limit(tmp_path, vocabulary, capsys):
+    path = recipe(tmp_path, SHARES, (20, 30), "phases = [0.6, 0.9]")
+    with pytest.raises(SystemExit):
+        prepare.parse_args([str(path), "--out", str(tmp_path / "out")])
+    assert "--max_tokens" in capsys.readouterr().err
+    assert prepare.parse_args([str(path), "--max_tokens", "1000", "--out", "x"]).mixtures == [
+        (0, [0.8, 0.2]), (600, pytest.approx([1 / 9, 8 / 9])), (900, [1.0, 0.0])]
+
+
 def test_long_mixture_keeps_within_two_points():
     """At the size of real windows the deviation is far below what is allowed, for documents of web-like lengths."""
     weights, lengths = [0.7, 0.15, 0.1, 0.05], random.Random(0)
@@ -685,6 +748,11 @@ def test_a_killed_mixture(tmp_path, vocabulary):
     ("sources = [dict(source='a', wait=1)]", "source 1 has 'wait'.* Did you mean weight?"),
     ("sources = [dict(source='a')]", "a weight above 0"),
     ("sources = []", "a weight above 0"),
+    ("sources = [dict(source='a', weight=[0, 0])]\nphases = [0.5]", "a weight above 0"),
+    ("sources = [dict(source='a', weight=[1, 2])]", "one for each of 1 phase"),
+    ("sources = [dict(source='a', weight=[1, 0])]\nphases = [0.5]", "in phase 2 no source has a weight"),
+    ("sources = [dict(source='a', weight=1)]\nphases = [0.9, 0.5]", "a list of rising shares"),
+    ("sources = [dict(source='a', weight=1)]\nphases = 0.5", "a list of rising shares"),
     ("sources = [dict(source='absent', weight=1)]", "absent not found"),
     ("sources = [dict(source='stdlib', weight=1, filter='poems')]", "no filter 'poems'"),
     ("sources = [dict(source='a', weight=1)]\nvocab_size = 'many'", "invalid count value: 'many'"),

@@ -24,8 +24,10 @@ has passed over 40 GB of shards looks 40 GB big and may be killed for it. And a 
 where a short read is an error that names the file. A read takes 20 microseconds; 10 of them a map would save.
 
 **Order** is a pure function of (seed, position): sequence s of a run is window order(epoch)[s % n_windows] of epoch
-s // n_windows. Ranks only divide a step's sequences among themselves, so there is no state to save: a run resumes from
-the number of sequences it has consumed, on any number of ranks.
+s // n_windows. Where the mixture has phases (writer.py) an epoch goes through them one after the other, and only the
+windows of each, which are those of whole shards, are shuffled; the next epoch begins with the first again. Ranks only
+divide a step's sequences among themselves, so there is no state to save: a run resumes from the number of sequences it
+has consumed, on any number of ranks.
 """
 
 from collections import deque
@@ -88,6 +90,9 @@ class TokenData:
             self._shards.append((path, header, layout))
             windows.append(layout.n_windows if layout else max((header.n_tokens - 1 - seq_len) // self.stride + 1, 0))
         self._ends = np.cumsum(windows)  # windows up to and including each shard
+        of = [entry.get("phase", 0) for entry in sorted(shards, key=lambda entry: natural(entry["file"]))]
+        counts = np.bincount(of, windows).astype(int) if of else np.zeros(1, int)
+        self.phases = np.cumsum([0, *counts[np.flatnonzero(counts)]]).tolist()  # windows before each, and of all
         self.n_windows, self.n_tokens = sum(windows), sum(entry["tokens"] for entry in shards)
         self.n_shards, n_docs = len(windows), self.meta["splits"].get(split, {}).get("documents")
         self.mean_doc_len = self.n_tokens / n_docs if n_docs else None  # in tokens; foreign shards do not say
@@ -136,6 +141,9 @@ class TokenData:
         """How documents lie in windows, for people. Counted in the data, which has to be read for it."""
         said = (f"packing {self.packing}: {self.cut_share():.1%} of tokens are cut off from the beginning of their "
                 f"document, {self.empty_share:.2%} of slots are empty")
+        if len(self.phases) > 2:
+            said += (f"\nthe mixture has {len(self.phases) - 1} phases, of "
+                     f"{', '.join(f'{n:,}' for n in np.diff(self.phases))} windows, one after the other")
         if self._marks:
             longer, lost = (sum(getattr(layout, name) for layout in self._layouts) for name in ("n_longer", "n_lost"))
             said += (f"\nloss on the assistant's tokens; {longer:,} conversations are longer than a window and lose "
@@ -155,11 +163,14 @@ class TokenData:
                                   for w in np.arange(n) * self.n_windows // n]))
 
     def order(self, epoch: int, seed: int) -> np.ndarray:
-        """The order of an epoch, equal on all ranks: a permutation of range(n_windows). The last one is kept."""
+        """The order of an epoch, equal on all ranks: a permutation of range(n_windows), phase by phase. The last one is
+        kept."""
         key, order = self._order
         if key != (epoch, seed):
             order = np.arange(self.n_windows, dtype=np.int32 if self.n_windows < 2**31 else np.int64)
-            np.random.RandomState([seed % 2**32, epoch]).shuffle(order)  # its stream never changes between versions
+            draw = np.random.RandomState([seed % 2**32, epoch])  # its stream never changes between versions
+            for first, end in zip(self.phases, self.phases[1:], strict=False):
+                draw.shuffle(order[first:end])
             self._order = (epoch, seed), order
         return order
 

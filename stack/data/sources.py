@@ -61,7 +61,7 @@ class Source:
     """One source, on the command line or in a recipe. Finds its files at once: a wrong name ends the run early."""
 
     source: str  # stdlib, a file, a folder, a glob, or hf:NAME[@REVISION][:CONFIG][:SPLIT]
-    weight: float = 0.0  # share of the tokens, in a recipe
+    weight: float | list = 0.0  # share of the tokens, in a recipe; or one for each phase of it
     filter: str = ""  # web, code or math: which documents are kept
     text_key: str = "text"  # the key or column that holds the text
     data_dir: str = ""  # Hugging Face: the part of the repository to read

@@ -93,6 +93,8 @@ def summary(folder):
         lines += ["  mixture " + ", ".join(f"{100 * share:.1f} % {name}" for name, share in mixture["shares"]),
                   f"  at most {mixture['worst_points']} points off the weights in any 1 % of it "
                   f"({mixture['window_tokens']:,} tokens), at {mixture['worst_source']}"]
+        if starts := mixture.get("phases"):
+            lines.append(f"  {len(starts)} phases, from training tokens {', '.join(f'{n:,}' for n in starts)} on")
         if mixture["worst_points"] > Mixture.POINTS:
             longest, certain = mixture["longest_document"], mixture["certain_length"]
             lines += [f"  WARNING: that is more than {Mixture.POINTS:g} points. The longest document has {longest:,} "

@@ -21,6 +21,10 @@ D * (1 + w * (n - 2)) at most, D tokens being the longest document.  No order of
 length it would be.  The run ends when a source does: what would follow is another mixture.  Rejected: drawing sources
 at random; long documents pull the tokens away from the weights.  Cutting long ones and laying other sources between
 the parts; a model trained on that has no long documents.
+
+*Phases.*  A mixture may change at some shares of max_tokens.  The next phase begins between two documents, once so many
+tokens are written; its shares are counted from there, and its training tokens begin a shard.  So each shard is of one
+phase, which meta.json says of it, and windows are shuffled inside of a phase only (batches.py).
 """
 
 import contextlib
@@ -36,13 +40,13 @@ SAVE_SECONDS = 10  # between two records of progress
 
 
 def fresh(command):
-    source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "duplicates": 0,
-              "in_val": 0, "shared_lines": 0, "divided": 0, "parts": 0}
+    source = {"after": None, "done": False, "documents": 0, "tokens": 0, "bytes": 0, "train": 0, "base": 0,
+              "duplicates": 0, "in_val": 0, "shared_lines": 0, "divided": 0, "parts": 0}
     split = {"shards": [], "tokens": 0}  # tokens: of the shard that is being filled
     sources = [{**source, "val": key == "val", "specials": {}, "looks": {}}
                for key in ("sources", "val") for _ in command.get(key, ())]
     return {"command": command, "tokenizer": None, "ended": False, "share": None, "longest": 0, "lowest": 1.0,
-            "documents": 0, "tokens": 0, "bytes": 0, "seen": [0, 0], "bins": None, "mixture": None,
+            "documents": 0, "tokens": 0, "bytes": 0, "seen": [0, 0], "bins": None, "mixture": None, "phases": [0],
             "sources": sources, "splits": {"train": split, "val": dict(split)}}
 
 
@@ -109,12 +113,14 @@ def clean(folder, *patterns):
 
 
 def next_source(records, weights):
-    """Those of val, then in the order given; of a mixture, the one with the fewest training tokens for its weight,
-    until one ends."""
+    """Those of val, then in the order given; of a mixture, the one with the fewest training tokens of its phase for its
+    weight, until one ends."""
     still = [i for i, record in enumerate(records) if not record["done"]]
     if weights is None or still and records[still[-1]].get("val"):  # those of val stand behind the others
         return min(still, key=lambda i: not records[i].get("val"), default=None)
-    return min(still, key=lambda i: records[i]["train"] / weights[i]) if len(still) == len(weights) else None
+    mixed = [i for i, weight in enumerate(weights) if weight]
+    return None if any(records[i]["done"] for i in mixed) else min(
+        mixed, key=lambda i: (records[i]["train"] - records[i].get("base", 0)) / weights[i])
 
 
 def interleaved(readers, streams, records, weights):
@@ -129,15 +135,18 @@ def interleaved(readers, streams, records, weights):
 
 
 class Output:
-    """Where documents go.  job: folder, sources, weights, special, max_tokens, max_bytes, shard_tokens.
+    """Where documents go.  job: folder, sources, mixtures, special, max_tokens, max_bytes, shard_tokens.
 
-    val_keys: hashes of the documents of a validation set of its own.
+    val_keys: hashes of the documents of a validation set of its own.  weights: of the sources, in the phase that is
+    being written; this list changes with it.
     """
 
     def __init__(self, job, tokenizer, state, val_keys=frozenset()):
         self.job, self.state, self.tokenizer, self.val_keys = job, state, tokenizer, val_keys
         self.splits = {name: Split(job, name, tokenizer, kept) for name, kept in state["splits"].items()}
         self.seen, self.mixture = Seen(job.folder / "seen.bin", *state["seen"]), Mixture(job.weights, state["bins"])
+        shares = job.mixtures[len(state["phases"]) - 1][1]
+        self.weights, self.splits["train"].phase = shares and [*shares], len(state["phases"]) - 1
         self.lengths, self.boundary = tokenizer.token_bytes(), np.array([tokenizer.boundary_id], np.uint32)
         self.full, self.saved = False, 0.0  # full: max_tokens or max_bytes is reached
         self.is_new, self.in_split, self.parts = True, None, 0  # of the document that is being written
@@ -193,6 +202,19 @@ class Output:
             record["train"] += len(ids)
             self.mixture.add(i, len(ids), begins)
 
+    def turn(self):
+        """Begin the next phase of the mixture, in a shard of its own, if so many tokens are written.  Between documents
+        only, as save."""
+        now, train = len(self.state["phases"]), self.splits["train"]
+        if now == len(self.job.mixtures) or self.state["tokens"] < self.job.mixtures[now][0]:
+            return
+        if train.n_tokens:
+            train.finish_shard()
+        train.phase, self.weights[:] = now, self.job.mixtures[now][1]
+        for record in self.state["sources"]:
+            record["base"] = record["train"]
+        self.state["phases"].append(sum(record["train"] for record in self.state["sources"]))
+
     def is_due(self):
         return time.monotonic() - self.saved > SAVE_SECONDS or any(split.finished for split in self.splits.values())
 
@@ -212,7 +234,8 @@ class Output:
                 split.finish_shard()
         names = [source.source for source in self.job.sources[:len(self.job.recipe)]]
         ends = [name for name, record in zip(names, self.state["sources"], strict=False) if record["done"]]
-        self.state.update(ended=True, mixture=self.mixture.report(names, ends))
+        phases = [(start, shares) for start, (_, shares) in zip(self.state["phases"], self.job.mixtures, strict=False)]
+        self.state.update(ended=True, mixture=self.mixture.report(names, ends, phases))
         self.save()
         for file in (self.seen.file, *(split.file for split in self.splits.values())):
             file.close()  # Windows deletes no open file
@@ -228,7 +251,7 @@ class Split:
         self.folder, self.name, self.tokenizer, self.shard_tokens = job.folder, name, tokenizer, job.shard_tokens
         self.shards, self.n_tokens = list(kept["shards"]), kept["tokens"]
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.lengths = tokenizer.token_bytes()
+        self.lengths, self.phase = tokenizer.token_bytes(), 0
         self.forget_others()
         self.open_part()
 
@@ -262,7 +285,7 @@ class Split:
                 yield ids
         entry = write_shard(self.part().with_suffix(".bin"), blocks(), fingerprint=self.tokenizer.fingerprint,
                             vocab_size=self.tokenizer.vocab_size)
-        self.shards.append({**entry, **totals})
+        self.shards.append({**entry, **totals, **({"phase": self.phase} if self.phase else {})})
         self.n_tokens, self.finished = 0, True
         self.open_part()
 
@@ -346,21 +369,27 @@ class Mixture:
                 bins["full"] = np.array(bins["full"]).reshape(self.BINS // 2, 2, -1).sum(axis=1).tolist()
                 bins["width"] *= 2
 
-    def report(self, names, ends=()):
+    def report(self, names, ends=(), phases=None):
         """Shares over all, and where one percent of the stream is farthest from the weights, in percentage points.
 
+        phases: [(training token at which it begins, weights)]; None is one of all.
         certain_length: with no longer documents, POINTS would hold for sure.
         """
         if not self.weights or not self.bins["full"]:
             return None
-        counts, width = np.array(self.bins["full"]), self.bins["width"]
-        window = max(1, round(len(counts) / 100))
-        sums = np.cumsum(np.vstack([np.zeros_like(counts[:1]), counts]), axis=0)
-        off = np.abs((sums[window:] - sums[:-window]) / (window * width) - self.weights)
+        counts, width, phases = np.array(self.bins["full"]), self.bins["width"], phases or [(0, self.weights)]
+        window, edges = max(1, round(len(counts) / 100)), np.arange(len(counts) + 1) * width
+        ends_at = [start for start, _ in phases[1:]] + [np.inf]
+        wanted = sum(np.outer(np.diff(np.clip(edges, start, end)), weights)
+                     for (start, weights), end in zip(phases, ends_at, strict=True))  # tokens, as counts
+        sums = np.cumsum(np.vstack([np.zeros_like(wanted[:1]), counts - wanted]), axis=0)
+        off = np.abs(sums[window:] - sums[:-window]) / (window * width)
         at, i = np.unravel_index(np.argmax(off), off.shape)
         shares = np.round(counts.sum(axis=0) / counts.sum(), 4).tolist()
-        certain = self.POINTS / 100 * window * width / (1 + max(self.weights) * (len(self.weights) - 2))
+        most = max(max(weights) for _, weights in phases)
+        certain = self.POINTS / 100 * window * width / (1 + most * (len(self.weights) - 2))
         return {"shares": list(zip(names, shares, strict=True)), "window_tokens": window * width,
                 "longest_document": self.bins["longest"], "certain_length": int(certain),
                 "worst_points": round(100 * float(off[at, i]), 2), "worst_source": names[i],
-                "worst_at_token": int(at) * width, "ended_with": list(ends)}
+                "worst_at_token": int(at) * width, "ended_with": list(ends),
+                **({"phases": [start for start, _ in phases]} if len(phases) > 1 else {})}

@@ -19,13 +19,14 @@ from stack.device import autocast
 
 @torch.no_grad()
 def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_mask: bool = False, ranks=None,
-             rows: int = 0):
+             rows: int = 0, places=None):
     """Loss, perplexity and bits per byte over batches of windows, each token weighing the same.
 
     windows yields (x, y, docs) as batches.iterate_windows does, (b, T) int64 with y = -100 where nothing is to be
     predicted; token_bytes (vocab_size,) is the length of each id's text.  ranks: who shares the windows.  Batches
     smaller than `rows`, or than the ones before, are filled up with ignored rows: one shape for a compiled model.
     doc_mask: attention stays inside a document, as trained.  Returns {"loss", "ppl", "bpb", "tokens", "bytes"}.
+    places (2, T) float64, on the CPU: nats and tokens are added to it by how many tokens the model saw before a token.
     """
     token_bytes = torch.as_tensor(token_bytes, device=device, dtype=torch.int64)
     exact = "cpu" if device.type == "mps" else device  # MPS has no float64
@@ -44,6 +45,12 @@ def evaluate(model, windows, token_bytes, *, device, dtype=torch.float32, doc_ma
             valid = y != -100
             totals += torch.stack([t.to(exact).double().sum() for t in (
                 nats, valid, token_bytes[y.clamp(min=0)] * valid)])
+            if places is not None:
+                at = torch.arange(x.shape[1]).expand(x.shape)
+                if doc_mask:  # counted from where its document begins in the window
+                    begins = F.pad(docs.cpu().diff(dim=1) != 0, (1, 0), value=True)
+                    at = at - (at * begins).cummax(dim=1).values
+                places.index_add_(1, at.flatten(), torch.stack([nats.cpu().double(), valid.flatten().cpu().double()]))
     finally:
         model.train(was_training)
     nats, tokens, n_bytes = (ranks.sum(totals) if ranks is not None else totals).tolist()

@@ -1,0 +1,14 @@
+# The demo's run ends otherwise: a branch of it from before its decay, on another mixture, the learning rate to 0 on a
+# line. The moments come along, so the first step is as large as the next one of the run would have been.
+# Hardware: two CPU cores. Time: one minute, an estimate. Expected: docs/midtraining.md has the loss on both mixtures.
+# Needs: make demo, then: python prepare.py configs/data_anneal.py --out data/anneal
+# Launch: python train.py configs/anneal.py
+
+from configs.demo import *  # noqa: F403
+
+init_from, keep_moments = "out/demo/ckpt_step_0002000", True
+data_dir, out_dir = "data/anneal", "out/anneal"
+packing, doc_mask = "best_fit", True  # conversations whole, and blind for each other
+
+schedule, warmup_steps, decay_fraction, max_steps = "linear", 0, 1.0, 400
+eval_interval, save_interval, sample_interval, log_interval, keep = 200, 0, 0, 50, 0
