@@ -26,8 +26,10 @@ from typing import Literal, get_args
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 INIT_STD = 0.02  # GPT-2's; nn.Embedding's own N(0, 1) starts a tied model at a loss of ~500 nats
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN's plans each anew
 
 
 @dataclass
@@ -523,8 +525,7 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
     dtype = torch.get_autocast_dtype(device.type) if autocast else model.embed.weight.dtype
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     contexts = [list(map(int, p[-limit:])) for p in prompts]
-    new, alive = [[] for _ in contexts], [True] * len(contexts)
-    was_training = model.training
+    new, alive, was_training = [[] for _ in contexts], [True] * len(contexts), model.training
     model.eval()
     try:
         for step in range(max_new_tokens if contexts else 0):
@@ -536,12 +537,11 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
                     cache = KVCache(model.cfg, len(contexts), size, device, dtype) if use_cache else None
                 decode, pads, past = None, [longest - len(c) for c in contexts], cache.length if cache else 0
                 ids = torch.tensor([[0] * n + c[past:] for n, c in zip(pads, contexts, strict=True)], device=device)
-                # pads are a document of their own; (B, size)
                 docs = (torch.arange(size) >= torch.tensor(pads)[:, None]).int().to(device) if any(pads) else None
             elif model.decoder is not None:
                 decode = decode or model.decoder(model, cache, docs)
             if decode is None:
-                with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
+                with torch.compiler.set_stance("force_eager"), sdpa_kernel(ANY_LENGTH):  # blocks recompile for each
                     logits = model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1])
             else:
                 logits = decode(ids)

@@ -6,6 +6,7 @@ Each piece computes what a function of model.py computes; twins.py attaches them
 import functools
 import math
 import warnings
+import weakref
 
 import torch
 
@@ -122,40 +123,80 @@ def attend_once(q, k, v, mask):
     return (weights[..., None] * v[:, :, None].float()).sum(-2).to(v.dtype).view(B, H, 1, D)
 
 
-def decoder(model: GPT, cache: KVCache, docs):
-    """For GPT.decoder: a function of ids (B, 1) to logits (B, vocab_size), compiled; on CUDA recorded as one graph and
-    replayed.  Raises OSError at the first step where nothing compiles."""
+class Recorded:
+    """One decoding step as a CUDA graph, and the buffers it reads: recorded once, replayed for every generation of its
+    batch and size.  A cache that is decoded with moves into the buffers; the one that was there leaves with a copy."""
+
+    def __init__(self, step, still: StillCache, cache: KVCache, docs):
+        self.still, self.docs, self.owner = still, docs, weakref.ref(cache)
+        length = cache.length
+        self.ids = torch.zeros(cache.k.shape[1], 1, dtype=torch.long, device=cache.k.device)
+        for _ in range(2):  # compile and warm up before; the first true step overwrites what they wrote
+            still.go_to(length)
+            step(self.ids)
+        still.go_to(length)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = step(self.ids)
+        still.length = -1  # while recording nothing ran: the first replay puts the position right
+
+    def __deepcopy__(self, memo):
+        return None  # a copy of the model has its weights elsewhere
+
+    def take(self, cache: KVCache, docs):
+        before, at = self.owner(), cache.length
+        if before is cache:
+            return
+        if before is not None:
+            before.k, before.v = before.k.clone(), before.v.clone()
+        for buffer, filled in ((self.still.k, cache.k), (self.still.v, cache.v)):
+            buffer[:, :, :, :at] = filled[:, :, :, :at]
+        cache.k, cache.v, self.owner = self.still.k, self.still.v, weakref.ref(cache)
+        if docs is not None:
+            self.docs.copy_(docs)
+
+    def decoder(self, cache: KVCache, docs):
+        def replay(newest):
+            self.take(cache, docs)
+            self.still.go_to(cache.length)
+            self.ids.copy_(newest)
+            self.graph.replay()  # the position moves in the graph
+            self.still.length = cache.length = cache.length + 1
+            return self.logits
+        self.take(cache, docs)
+        return replay
+
+
+def decoder(model: GPT, cache: KVCache, docs, record: bool | None = None):
+    """For GPT.decoder: a function of ids (B, 1) to logits (B, vocab_size), compiled; on CUDA replayed from a graph, of
+    which the model keeps one per batch and size.  Raises OSError at the first step where nothing compiles."""
     for block in model.blocks:  # one program for all of them
         block.compile(dynamic=False, options={"size_asserts": False})
-    head, still = compiled(type(model).logits), StillCache(cache)
+    head = compiled(type(model).logits)
+    record = model.embed.weight.device.type == "cuda" if record is None else record
+    weights = tuple(p.data_ptr() for p in model.parameters())  # where a graph reads them
+    recorded, key = vars(model).setdefault("recorded", {}), (cache.k.shape, cache.k.dtype, docs is None, weights)
+    if record and key in recorded:
+        return recorded[key].decoder(cache, docs)
+    still, docs_read = StillCache(cache), docs if docs is None or not record else docs.clone()
 
     def step(ids):
-        still.go_to(cache.length)
         try:
-            logits = head(model, model.hidden(ids, docs=docs, cache=still)[:, -1])
+            return head(model, model.hidden(ids, docs=docs_read, cache=still)[:, -1])
         except Exception as error:
             if not is_compilers(error):
                 raise
             raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
                           "  Install a C++ compiler, or generate without compiling.") from error
+
+    def following(ids):
+        still.go_to(cache.length)
+        logits = step(ids)
         cache.length = still.length
         return logits
-    if model.embed.weight.device.type != "cuda":
-        return step
-    length, ids = cache.length, torch.zeros(cache.k.shape[1], 1, dtype=torch.long, device=cache.k.device)
-    for _ in range(2):  # compile and warm up outside of the recording; the first true step overwrites what they wrote
-        step(ids)
-        cache.length = length
-    still.go_to(length)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step(ids)
-    still.length = cache.length = length  # what was recorded did not run: the position stayed where it was
-
-    def replay(newest):
-        still.go_to(cache.length)
-        ids.copy_(newest)
-        graph.replay()  # the position moves in the graph
-        still.length = cache.length = cache.length + 1
-        return logits
-    return replay
+    if not record:
+        return following
+    for other in [other for other in recorded if other[-1] != weights]:
+        del recorded[other]
+    recorded[key] = Recorded(step, still, cache, docs_read)
+    return recorded[key].decoder(cache, docs)

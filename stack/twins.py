@@ -23,8 +23,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import sdpa_kernel
 
-from model import GPT, fused_linear_cross_entropy
+from model import ANY_LENGTH, GPT, fused_linear_cross_entropy
 from stack import compiled
 from stack.cpu import decode, kernels
 from stack.device import autocast
@@ -363,6 +364,7 @@ def _single(attn, q, k, v, mask) -> bool:
 def plain_step(model, cache, docs):
     """model.py's own, as generate has it."""
     @torch.compiler.set_stance("force_eager")
+    @sdpa_kernel(ANY_LENGTH)
     def step(ids):
         return model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1])
     return step

@@ -1,13 +1,18 @@
 """One generate loop: the cache changes nothing, rows do not see each other, and every odd setting has a meaning."""
 
+import contextlib
+import copy
+import functools
 import warnings
 
 import pytest
 import torch
 from conftest import tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, KVCache, generate, sample_next
 from stack import compiled, twins
+from stack.evaluation import choices
 
 LEARNED = dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False)
 SHAPES = {"rope": {}, "learned": LEARNED, "nope": dict(nope_every=2, qk_norm=False), "mha-softcap": dict(
@@ -156,6 +161,81 @@ def test_one_token_is_not_worth_compiling(lively):
     plain = generate(model, **one)
     model.decoder = lambda *args: 1 / 0
     assert generate(model, **one) == plain
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph for CPUs: what runs while it is recorded is run again, into the same tensors."""
+
+    recorded = 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, old in self.calls:
+            new = func(*args, **kwargs)
+            for a, b in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (old, new)), strict=True):
+                if isinstance(a, torch.Tensor) and a.data_ptr() != b.data_ptr():
+                    a.copy_(b)
+
+
+@contextlib.contextmanager
+def taped(tape):
+    Tape.recorded += 1
+    with tape:
+        yield
+
+
+def test_a_graph_serves_every_generation_of_its_size(lively, monkeypatch):
+    """Recorded once per batch and size, again where the weights moved; a cache that lost its place to another, in the
+    middle of it too, goes on with what it held."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", taped)
+    monkeypatch.setattr(compiled, "compiled", lambda function: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    monkeypatch.setattr(Tape, "recorded", 0)
+    plain, model = lively(), lively()
+    model.decoder = functools.partial(compiled.decoder, record=True)
+
+    def same(*lengths, **more):
+        prompts = [prompt(n) for n in lengths]
+        got, want = (generate(one, prompts, max_new_tokens=6, **more) for one in (model, plain))
+        assert got == want
+    same(5)
+    same(9)
+    assert Tape.recorded == 1
+    same(3, 7)  # documents
+    same(6, 2)
+    same(4, 4)
+    assert Tape.recorded == 3
+    inside = []
+    same(8, on_token=lambda row, id: inside.append(generate(model, [prompt(4)], max_new_tokens=3)) and False)
+    assert Tape.recorded == 3 and all(ids == generate(plain, [prompt(4)], max_new_tokens=3)[0] for [ids] in inside)
+    model = copy.deepcopy(model)
+    same(5)
+    assert Tape.recorded == 4 and len(model.recorded) == 1
+
+
+def test_no_plan_for_each_length(lively, monkeypatch):
+    """cuDNN's attention, which plans each new length for as long as a hundred tokens take, is left out of sampling and
+    of multiple choice, and of nothing else."""
+    seen, attend = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **options: seen.append(
+        torch.backends.cuda.cudnn_sdp_enabled()) or attend(*args, **options))
+    model, cpu = lively(), torch.device("cpu")
+    generate(model, [prompt(5)], max_new_tokens=3)
+    choices.log_likelihoods(model, [([1], [2, 3])], device=cpu, dtype=torch.float32, rows=1)
+    model.decoder = twins.plain_step
+    generate(model, [prompt(5)], max_new_tokens=3)
+    assert seen and not any(seen)
+    model(torch.tensor([prompt(5)]))
+    assert seen[-1]
 
 
 def test_compiling_without_a_compiler(lively, monkeypatch):

@@ -24,8 +24,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.nn.attention import sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
+from model import ANY_LENGTH
 from stack.device import autocast
 from stack.exchange import hf
 
@@ -90,7 +92,8 @@ def log_likelihoods(model, pairs: list[tuple[list[int], list[int]]], *, device, 
         # filled up behind, which is never seen: attention looks back
         x = pad_sequence([torch.tensor(ids[:-1]) for ids in texts], batch_first=True)
         y = pad_sequence([torch.tensor(ids) for ids in targets], batch_first=True, padding_value=-100)
-        with autocast(device, dtype), torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+        # each length would be compiled anew, and planned anew by cuDNN
+        with autocast(device, dtype), torch.compiler.set_stance("force_eager"), sdpa_kernel(ANY_LENGTH):
             nats = model(x.to(device), y.to(device), reduction="none").view(x.shape).cpu()  # 0 where ignored
         for i, value in zip(some, nats.double().sum(1).tolist(), strict=True):
             results[i] = -value
