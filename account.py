@@ -94,7 +94,8 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "muon_params": sum(p.numel() for p in owned(optimizers, Muon)),
         "adamw_params": sum(p.numel() for p in owned(optimizers, AdamW)),
         "groups": counts.describe_groups(optimizers, model),
-        "expected_initial_loss": math.log(cfg.vocab_size) + cfg.d_model * INIT_STD ** 2 / 2,
+        "expected_initial_loss": math.log(cfg.vocab_size) + (
+            cfg.d_model if cfg.tie_embeddings else 128) * INIT_STD ** 2 / 2,
     }
     # bytes
     dtype = DTYPES.get(train.dtype, torch.bfloat16)  # auto: as on the GPUs below
@@ -190,7 +191,8 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
         row("total", a["total"], f"{' or '.join(f'{n:,}' for n in a['block_sizes'])} per block x {cfg.n_layers}"),
         row("total tied", a["total_tied"], f"table {a['table_share_tied']:.2%}"),
         row("total untied", a["total_untied"], f"tables {a['table_share_untied']:.2%}"),
-        row("loss before training", f"{a['expected_initial_loss']:.2f}", "nats: ln V + d_model * 0.02^2 / 2"),
+        row("loss before training", f"{a['expected_initial_loss']:.2f}",
+            f"nats: ln V + {'d_model' if cfg.tie_embeddings else '128'} * 0.02^2 / 2"),
         *(textwrap.fill(group, 118, initial_indent="  ", subsequent_indent="    ") for group in a["groups"]),
         "", "Weights",
         row("float32", size(a["bytes_float32"])),

@@ -96,10 +96,8 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # logits alive at a time, se
 
 
 def default_chunk(n_tokens: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
-    """Tokens per chunk: as many as keep one chunk of logits within CHUNK_BYTES, evened out over the chunks.
-
-    Small chunks keep the logits in cache while they become gradients but add a pass over the weight gradient each;
-    large ones feed the matmuls better.  docs/speed.md has the measured table behind the byte counts."""
+    """Tokens per chunk: as many as keep one chunk of logits within CHUNK_BYTES, evened out over the chunks.  Small
+    ones stay in cache, but add a pass over the weight gradient each; large ones feed the matmuls (docs/speed.md)."""
     budget = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     largest = max(budget // (vocab * dtype.itemsize), 16)
     if dtype == torch.float16:  # ends at 65504, and gradients are summed over the chunk before they are averaged
@@ -307,9 +305,11 @@ class KVCache:
 
 @torch.no_grad()
 def init(layer, summands: int = 1):
-    """A layer that starts from weights N(0, 0.02²) and no bias.  Of one that ends a branch into the residual stream the
-    variance is divided by the 2L branches, summands of the stream.  Nothing overwrites these values later."""
-    layer.weight.normal_(std=INIT_STD / math.sqrt(summands))
+    """A layer that starts without bias, a table from N(0, 0.02²), a linear one from 128/d_model of the variance, so
+    that what leaves it is as large at every width (docs/scaling-laws.md).  Where a branch ends in the residual stream
+    that is divided by the 2L branches, summands of the stream.  Nothing overwrites these values later."""
+    width = 128 if isinstance(layer, nn.Embedding) else layer.out_features if summands > 1 else layer.in_features
+    layer.weight.normal_(std=INIT_STD / math.sqrt(summands * width / 128))
     if getattr(layer, "bias", None) is not None:
         layer.bias.zero_()
     return layer

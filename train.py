@@ -110,7 +110,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             saved = {"model": asdict(theirs.cfg), "tokenizer": words.fingerprint, "checksum": hf.checksum(theirs)}
         else:
             theirs, saved = None, read_state(source) if source else None
-        model_cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
+        model_cfg, cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
         changes = compare(saved, model_cfg, cfg, train_data) if resuming else ()
         found |= what_it_starts_from(model_cfg, train_data, dtype, saved)
     token_bytes = tokenizer.token_bytes()

@@ -123,7 +123,7 @@ def peer_steps(args, model_cfg: ModelConfig, cfg: TrainConfig, device) -> list[d
     peer, how = args.row.rsplit(" ", 1)
     model, loss_of = peers.trained(peer, model_cfg, device)
     loss_of = torch.compile(loss_of) if how == "compiled" else loss_of
-    optimizer, = make_optimizers(model.train(), optimizer="adamw", adamw_lr=cfg.adamw_lr, betas=(cfg.beta1, cfg.beta2),
+    optimizer, = make_optimizers(model.train(), optimizer="adamw", betas=(cfg.beta1, cfg.beta2),
                                  weight_decay=cfg.weight_decay)
     batches = Batches(TokenData(cfg.data_dir, "train", seq_len=cfg.seq_len), seed=cfg.seed, device=device,
                       micro_batch_size=cfg.micro_batch_size)

@@ -3,7 +3,7 @@
 # loss, estimated: 2.85 nats per token on OpenWebText, which nanoGPT's README gives for this model and recipe
 # torchrun --standalone --nproc_per_node=8 train.py configs/gpt2.py   (data: prepare.py ... --tokenizer gpt2)
 
-# model
+# model; its matrices start from 0.02 * sqrt(128 / 768), as all here do by their width, not from nanoGPT's 0.02
 vocab_size = 50257
 vocab_multiple = 1  # exactly GPT-2; 64 makes the head's matmuls faster and adds 47 unused rows
 d_model = 768
@@ -34,7 +34,8 @@ doc_mask = False
 
 # optimizer
 optimizer = "adamw"
-adamw_lr = 6e-4
+adamw_lr = None  # 6e-4: this run is where rates in stack/optim.py knows AdamW's from. It goes with sqrt(batch_tokens),
+# tokens^-0.3 and 1 / d_model; 2 times off costs 0.1 to 0.4 % of the loss, as published (Step Law, arXiv 2503.04715)
 weight_decay = 0.1
 z_loss = 0.0
 schedule = "cosine"

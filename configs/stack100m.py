@@ -24,12 +24,17 @@ batch_tokens = 524288  # 32 x 2048 x 8
 max_steps = 38147  # ceil(20e9 / 524288)
 doc_mask = True  # no difference at the demo's 256 tokens; at 2048 most windows hold several documents
 
-# optimizer: Muon for the blocks' matrices, AdamW for the table and the gains. What the demo's sweep (docs/lab-notes.md)
-# says that a size does not change: the table needs a large rate (half of it cost more than anything else, twice as much
-# nothing), Muon's is flat from half to one and a half times the best, a separate head and no QK-norm are worse.
+# optimizer: Muon for the blocks' matrices, AdamW for the table and the gains. Their rates come from the demo's sweep by
+# rates in stack/optim.py. Both times sqrt(524288 / 2048) * (20e9 / 7.78e6)^-0.3 = 1.52 for batch and tokens; Muon's
+# also times sqrt(128 / 512 * 3 / 30) = 0.158 for the shape: 5e-3 becomes 1.2e-3, and 4e-3 6.1e-3. In the spectral norm
+# that is 0.2 * sqrt(512) * 1.2e-3 = 0.0054 a step. Two published ones at about this batch, 0.016 (Qwen3-130M by marin,
+# 2.6B tokens) and 0.025 (modded-nanogpt track 3, 1.7B), are 0.009 and 0.012 at 20B by the same law, before the depth:
+# the second has 12 layers, which makes it 0.0076 at 30.
+# Sensitivity, as published: 2 times off the best costs 0.1 to 0.4 % of the loss, 4 times 0.7 to 1 %. Measure before a
+# run that costs money: a tenth of it at half and at twice --muon_lr says which way the best lies.
 optimizer = "muon"
-muon_lr = 6e-3
-adamw_lr = 3e-3
+muon_lr = None  # 1.2e-3
+adamw_lr = None  # 6.1e-3
 weight_decay = 0.1
 z_loss = 1e-4  # against drift over tens of thousands of steps; the demo, with 0, is too short for any
 schedule = "wsd"

@@ -33,6 +33,33 @@ NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
 # Numbers in one stack.  On a CPU as much as stays in cache: measured on 2 cores, Stack-100M steps in 1.31 s with 2**20,
 # 1.49 s with 2**23, 1.63 s matrix by matrix.  Elsewhere enough to fill the device, at 190 MB of buffers.
 STACK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 24}
+# Where the rates are known: Muon's and AdamW's; d_model, n_layers, tokens of the run, tokens of a step
+KNOWN = {
+    "muon": (5e-3, 4e-3, 128, 3, 3800 * 2048, 2048),  # configs/demo.py, swept: docs/lab-notes.md
+    "adamw": (None, 6e-4, 768, 12, 600_000 * 491_520, 491_520),  # GPT-2 small by nanoGPT; GPT-3's of this size too
+}
+
+
+def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple[float | None, float]:
+    """Peak learning rates (Muon's, AdamW's) for a model of this ModelConfig and a run of so many tokens.
+
+    KNOWN's, carried over by published laws.  *Run*: sqrt(batch_tokens) * tokens^-0.3 (Delphi, marin's ladder of Qwen3
+    models, 0.2 % of the loss at 300 times the compute; HyperP, arXiv 2603.28743, finds -0.32).  The first holds up to
+    the critical batch, some 0.58 tokens^0.57 (Step Law, arXiv 2503.04715); the second says of runs under a tenth of the
+    known one nothing, and raises no rate any further there.  *Shape*: Muon's goes with d_model^-0.5, for its update,
+    scaled by 0.2 sqrt(max(m, n)), then has the same spectral norm at every width, and with n_layers^-0.5 (HyperP);
+    AdamW's of the table with neither, since a row's coordinates move by the rate itself.  tests/test_scaling.py checks
+    that what the model computes then moves as far at every shape.  With optimizer="adamw", where AdamW has the matrices
+    too, d_model^-1 (muP, arXiv 2203.03466; GPT-3's table, arXiv 2005.14165) and no Muon: None.
+
+    How much it matters: in Step Law's 1,911 runs a rate 2 times off the best costs 0.1 to 0.4 % of the loss, 4 times
+    0.7 to 1 %; twice the demo's rate for the table cost nothing, half of it 5 % (docs/lab-notes.md).
+    """
+    muon, adamw, width, depth, known_tokens, known_batch = KNOWN[optimizer]
+    run = math.sqrt(batch_tokens / known_batch) * max(tokens / known_tokens, 0.1) ** -0.3
+    if optimizer == "adamw":
+        return None, adamw * run * width / cfg.d_model
+    return muon * run * math.sqrt(width / cfg.d_model * depth / cfg.n_layers), adamw * run
 
 
 def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, adamw_lr: float = 3e-3,

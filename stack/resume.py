@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from model import ModelConfig
 from stack.config import ConfigError
-from stack.optim import schedule
+from stack.optim import rates, schedule
 from stack.train_config import TrainConfig
 
 
@@ -55,7 +55,8 @@ def resume_command(typed: list[str]) -> str:
 
 def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, tokenizer, say):
     """The model to build: as asked for, with the tokenizer's vocabulary; to finetune, that of `source`, of which
-    `saved` holds "model" and "tokenizer", with another context if one was asked for."""
+    `saved` holds "model" and "tokenizer", with another context if one was asked for.  And the settings, with the
+    learning rates that were left open."""
     if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
         raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
                           f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
@@ -69,14 +70,33 @@ def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None,
             say(f"as asked for, other than in {source}: {changed}")
         if other := differences(model_cfg, settled):
             say(f"the architecture is that of {source}, not the one asked for: {other}")
-        return settled
+        return settled, rated(settled, cfg, source, saved, say)
     if tokenizer.vocab_size > model_cfg.vocab_size:
         raise ConfigError(f"vocab_size ({model_cfg.vocab_size}) is less than the {tokenizer.vocab_size} ids of "
                           f"{cfg.data_dir}. Set --vocab_size={tokenizer.vocab_size}.")
     if tokenizer.vocab_size < model_cfg.vocab_size:
         say(f"vocab_size {tokenizer.vocab_size}, the size of {cfg.data_dir}'s tokenizer, instead of "
             f"{model_cfg.vocab_size}")
-    return replace(model_cfg, vocab_size=tokenizer.vocab_size)
+    model_cfg = replace(model_cfg, vocab_size=tokenizer.vocab_size)
+    return model_cfg, rated(model_cfg, cfg, source, saved, say)
+
+
+def rated(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, say) -> TrainConfig:
+    """The settings with numbers for the learning rates that are None: what goes on keeps those of `source`, another run
+    has optim.rates, and a fifth of them where it begins from weights that have learned before."""
+    used = ("muon_lr", "adamw_lr") if cfg.optimizer == "muon" else ("adamw_lr",)
+    if not (left_open := [name for name in used if getattr(cfg, name) is None]):
+        return cfg
+    tokens, before = cfg.max_steps * cfg.batch_tokens, (saved or {}).get("train") or {}
+    values = dict(zip(("muon_lr", "adamw_lr"), rates(model_cfg, tokens, cfg.batch_tokens, cfg.optimizer), strict=True))
+    how = f"for {tokens:,} tokens, {cfg.batch_tokens:,} a step"
+    if (cfg.checkpoint or cfg.keep_moments) and all(before.get(name) for name in left_open):
+        values, how = before, f"as {source} was trained"
+    elif saved is not None and not cfg.checkpoint:
+        values, how = {name: values[name] / 5 for name in left_open}, f"a fifth of those of a first run {how}"
+    chosen = {name: float(f"{values[name]:.4g}") for name in left_open}  # what is said is what is used
+    say(f"{', '.join(f'{name} {value}' for name, value in chosen.items())}: {how}")
+    return replace(cfg, **chosen)
 
 
 LENGTHS = "max_seq_len", "rope_theta"  # what a finetuned model may have otherwise than its source: no weight's shape

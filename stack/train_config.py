@@ -30,8 +30,8 @@ class TrainConfig:
         # auto: the assistant's where the data set has conversations
     # optimizer
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # muon: for the blocks' matrices; the rest is AdamW's
-    muon_lr: float = 6e-3  # Muon's peak learning rate; updates are scaled to the size of AdamW's
-    adamw_lr: float = 3e-3  # AdamW's peak, for the table, gains and biases (all parameters with optimizer=adamw)
+    muon_lr: float | None = None  # Muon's peak learning rate; None: by shape and length of the run (rates in optim.py)
+    adamw_lr: float | None = None  # AdamW's, for the table, gains and biases (all with optimizer=adamw); None: likewise
     weight_decay: float = 0.1  # decoupled; matrices and the table only
     beta1: float = 0.9  # AdamW's memory of gradients
     beta2: float = 0.95  # AdamW's memory of their squares
@@ -79,14 +79,14 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """Every impossible setting, as sentences a user can act on."""
         bounds = {
-            "be positive": (lambda x: x > 0, "seq_len micro_batch_size batch_tokens max_steps muon_lr adamw_lr "
-                                             "max_bad_steps eval_tokens tp"),
+            "be positive": (lambda x: x > 0, "seq_len micro_batch_size batch_tokens max_steps max_bad_steps "
+                                             "eval_tokens tp"),
             "be 0 or more": (lambda x: x >= 0, "log_interval eval_interval save_interval sample_interval warmup_steps "
                                                "grad_clip weight_decay z_loss keep seed skip_spikes"),
             "be less than 2**63": (lambda x: x < 2**63, "seed"),
             "lie in [0, 1]": (lambda x: 0 <= x <= 1, "decay_fraction min_lr_fraction"),
             "lie in [0, 1)": (lambda x: 0 <= x < 1, "beta1 beta2"),
-            "be positive, or None": (lambda x: x is None or x > 0, "peak_tflops")}
+            "be positive, or None": (lambda x: x is None or x > 0, "peak_tflops muon_lr adamw_lr")}
         found = [f"{name} ({getattr(self, name)}) must {says}."
                  for says, (holds, names) in bounds.items() for name in names.split() if not holds(getattr(self, name))]
         found += [f"{name} ({getattr(self, name)!a}) {NO_UTF8}" for name in PATHS if no_utf8(getattr(self, name))]

@@ -55,7 +55,7 @@ def settings(data, out, **changes) -> tuple[ModelConfig, TrainConfig]:
     values = dict(vocab_size=320, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48, max_seq_len=32,
                   data_dir=str(data), out_dir=str(out), seq_len=32, micro_batch_size=2, batch_tokens=256, max_steps=6,
                   warmup_steps=2, log_interval=1, eval_interval=0, eval_tokens=1024, save_interval=0, sample_interval=0,
-                  compile=False, device="cpu") | changes
+                  compile=False, device="cpu", muon_lr=6e-3, adamw_lr=3e-3) | changes
     return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
                  for cls in (ModelConfig, TrainConfig))
 

@@ -10,14 +10,16 @@ from conftest import tiny_config
 
 from model import GPT, INIT_STD, check_ids
 
-INIT = {"embed": INIT_STD, "pos_embed": INIT_STD, "head": INIT_STD, "wq": INIT_STD, "wk": INIT_STD, "wv": INIT_STD,
-        "w_gate": INIT_STD, "w_up": INIT_STD, "wo": INIT_STD / math.sqrt(8), "w_down": INIT_STD / math.sqrt(8)}
+WIDE = INIT_STD * math.sqrt(128 / 64)  # the tiny model is 64 wide
+INIT = {"embed": INIT_STD, "pos_embed": INIT_STD, "head": WIDE, "wq": WIDE, "wk": WIDE, "wv": WIDE, "w_gate": WIDE,
+        "w_up": WIDE, "wo": WIDE / math.sqrt(8), "w_down": WIDE / math.sqrt(8)}
 
 
 @pytest.mark.parametrize("switches", [{}, dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False,
                                                tie_embeddings=False)])
 def test_init_table(tiny, switches):
-    """Every tensor starts as the table says: N(0, 0.02²), wo and w_down 1/sqrt(2L) of it, gains 1, biases 0."""
+    """Every tensor starts as the table says: tables N(0, 0.02²), matrices sqrt(128/d_model) of it, wo and w_down
+    1/sqrt(2L) of that, gains 1, biases 0."""
     for name, p in tiny(n_layers=4, **switches).named_parameters():
         owner, kind = name.split(".")[-2:]
         if owner in INIT:
