@@ -153,7 +153,7 @@ def test_nothing_is_silently_another_model(name, commands, run_eval, data, untou
         hack.write_subtitles()
         hack.run("prepare", *PREPARE)
         data = tmp_path / "data/films"
-    flags = re.findall(r"`(--\w+=\w+)`", SECTIONS[name].splitlines()[0])
+    flags = re.findall(r"`(--\w+=[\w.]+)`", SECTIONS[name].splitlines()[0])
     training = ["train.py", *SETTINGS, *flags, f"--data_dir={data}"]
     hack.run("train", *training, "--out_dir=out/plain", "--compile=false")
     if name in CONCERN_A_TWIN:
