@@ -10,4 +10,5 @@ from configs.stack100m import *  # noqa: F403
 
 init_from, keep_moments = "out/stack100m/ckpt_step_0034000", True  # the decay begins at 34,332
 data_dir, out_dir = "data/stack100m_anneal", "out/stack100m_anneal"
+muon_lr = adamw_lr = None  # goes on with the run's own
 schedule, warmup_steps, decay_fraction, max_steps, keep = "linear", 0, 1.0, 3815, 0

@@ -14,6 +14,6 @@ init_from, data_dir, out_dir = "out/stack100m", "data/stack100m_chat", "out/stac
 packing, doc_mask = "best_fit", True  # conversations whole, and blind for each other
 
 micro_batch_size, batch_tokens, max_steps = 4, 131072, 7630
-muon_lr, adamw_lr = 2.4e-3, 1.2e-3  # 0.4 of the pretraining's, as the demo's
+muon_lr = adamw_lr = None  # a fifth of a first run's of this length (stack/resume.py): 2.9e-4 and 1.5e-3
 warmup_steps, decay_fraction = 100, 0.5
 eval_interval, save_interval, sample_interval, keep = 500, 1000, 0, 0
