@@ -16,27 +16,10 @@ READY := .venv/.ready
 .DELETE_ON_ERROR:
 
 demo: $(READY)
-	$(PY) prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
-	$(PY) train.py configs/demo.py
-	$(PY) eval.py out/demo
-	@echo
-	$(PY) sample.py out/demo --prompt "    def read" --max_new_tokens 150 --temperature 0.9 --top_p 0.9 --seed 4
-	@echo; echo "Curves, samples and settings are in out/demo/report.html. Try next:"
-	@echo '  $(PY) sample.py out/demo --interactive'
-	@echo '  $(PY) eval.py out/demo --embeddings'
-	@echo '  $(PY) account.py configs/stack100m.py'
+	@bash runs/demo.sh base
 
 chat: $(READY)
-	@test -e out/demo/ckpt_last || { echo "There is no out/demo to go on from. Make both: make demo chat" >&2; exit 2; }
-	$(PY) prepare.py stdlib --chat --tokenizer out/demo --out data/chat --val_fraction 0.05
-	$(PY) train.py configs/chat.py
-	@echo; echo "Held-out answers, before and after:"
-	$(PY) eval.py out/demo --data data/chat
-	$(PY) eval.py out/chat
-	@echo
-	$(PY) eval.py out/chat --answers
-	@echo; echo "Try next:"
-	@echo '  $(PY) sample.py out/chat --chat'
+	@bash runs/demo.sh chat
 
 env: $(READY)
 

@@ -154,8 +154,10 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
         positions.plot(results[args.split]["by_position"], beside(args.run, "positions.png"), trained_on)
     if args.json:
         return json.dumps(results[args.split] | ({"quantized": results[args.quant]} if args.quant else {}))
+    alone = talk and data.meta["chat"]["conversations"] == sum(s["documents"] for s in data.meta["splits"].values())
+    what = ", answers only" if alone else ", answers and text" if talk else ""
     return "\n".join(
-        f"{name}{', answers only' if talk else ''}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | "
+        f"{name}{what}: loss {r['loss']:.4f} nats per token | perplexity {r['ppl']:.2f} | "
         + ("no bytes to count bits per" if r["bpb"] is None else f"{r['bpb']:.4f} bits per byte")
         + f" | {r['tokens']:,} tokens, {r['bytes']:,} bytes"
         + ("\n" + positions.text(r["by_position"]) if args.by_position else "") for name, r in results.items())

@@ -45,6 +45,7 @@ decay_fraction = 0.1  # the demo's 0.4 is for its few minutes: a long run has th
 log_interval = 10
 eval_interval = 500
 save_interval = 1000
+keep = 6  # from step 34000 on, the last before the decay, where configs/stack100m_anneal.py branches off; 0.9 GB each
 sample_interval = 2000
 
 # machine

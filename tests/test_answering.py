@@ -72,6 +72,11 @@ def test_the_held_out_loss_is_of_answers_for_both(way, run_eval):
     assert losses[0]["tokens"] == losses[1]["tokens"] < tokens  # some were held out
     assert losses[1]["loss"] < 0.2 < 2 < losses[0]["loss"]
     assert "answers only" in run_eval(way / "chat", "--data", way / "data")[1]
+    (way / "mix.py").write_text(f"sources = [dict(source={str(way / 'text.txt')!r}, weight=1),\n"
+                                f"           dict(source={str(way / 'ten.jsonl')!r}, weight=1, chat=True)]\n")
+    argv = [str(way / "mix.py"), "--tokenizer", str(way / "words"), "--val_fraction", "0.2", "--out", str(way / "mix")]
+    assert prepare.main(argv) == 0
+    assert "answers and text: loss" in run_eval(way / "chat", "--data", way / "mix", "--split", "train")[1]
     assert "no conversations" in run_eval(way / "chat", "--data", way / "text", "--answers")[2]
     assert "whole" in run_eval(way / "chat", "--stride", "8")[2]
 

@@ -75,9 +75,9 @@ def test_quick_start(copy):
 
 def test_quick_start_is_what_make_demo_does():
     """make demo runs the quick start's commands, in its order."""
-    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndemo:", 1)[1].split("\n\n", 1)[0]
-    lines = [line.strip("\t@") for line in recipe.splitlines()[1:]]
-    made = [shlex.split(line)[1:] for line in lines if line.startswith("$(PY)")]
+    assert "\ndemo: $(READY)\n\t@bash runs/demo.sh base\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    base = (ROOT / "runs/demo.sh").read_text(encoding="utf-8").split("\nbase() {\n", 1)[1].split("\n}\n", 1)[0]
+    made = [shlex.split(line)[1:] for line in map(str.strip, base.splitlines()) if line.startswith("python ")]
     printed = [argv[1:] for argv in commands("quick-start")]
     assert [argv[:len(want)] for argv, want in zip(made, printed, strict=True)] == printed
 

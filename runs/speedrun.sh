@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# From nothing to a model that answers, at full size: the whole of Stack-100M, in the order in which it happens.
+#     bash runs/speedrun.sh
+# Costs are estimates, with their arithmetic in the heads of the configs; nobody has run this file to its end yet. Of an
+# H100 about 13 hours: 11.2 for the run, 1.1 to anneal it, 0.6 for the conversations. Disk: 70 GB.
+#
+# Killed? The same file again goes on: finished data sets are left as they are, unfinished ones continued, and a run
+# that has a checkpoint is resumed. Eight GPUs: TRAIN="torchrun --standalone --nproc_per_node=8 train.py" before it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+make --silent --no-print-directory env
+PATH="$PWD/.venv/bin:$PATH"
+
+# train RUN CONFIG [--key=value ...]: begins the run, or goes on with it
+train() {
+    local run=$1
+    shift
+    if test -e "$run/ckpt_last"; then set -- "$@" --init_from=resume; fi
+    ${TRAIN:-python train.py} "$@"
+}
+
+# What it will cost: parameters, memory, FLOPs, hours by the card. Seconds.
+python account.py configs/stack100m.py
+
+# 20 billion tokens, 40 GB: 84 GB of text come through the network; 1.6 hours divided by the cores, or as long as the
+# download takes. The code wants its terms accepted on its page first, then: hf auth login
+python prepare.py configs/data_stack100m.py --out data/stack100m
+
+# The run: 1.6e19 FLOPs, H100 11.2 h, A100 35 h (a 24 GB card: configs/stack100m_24gb.py, 67 h of an RTX 4090)
+train out/stack100m configs/stack100m.py
+python eval.py out/stack100m
+
+# Annealed on more mathematics, code and textbooks, from before its decay: 2 billion tokens, H100 1.1 h
+python prepare.py configs/data_stack100m_anneal.py --out data/stack100m_anneal
+train out/stack100m_anneal configs/stack100m_anneal.py
+python eval.py out/stack100m_anneal
+python eval.py out/stack100m_anneal --data data/stack100m
+
+# A million conversations: about 1 billion tokens, H100 0.6 h
+python prepare.py hf:HuggingFaceTB/smoltalk:all --chat --tokenizer out/stack100m --out data/stack100m_chat
+train out/stack100m_chat configs/stack100m_chat.py --init_from=out/stack100m_anneal
+python eval.py out/stack100m_chat --answers --limit 500
+
+# Talk to it, and take it elsewhere: transformers and vLLM, llama.cpp (docs/serve.md). Minutes.
+python sample.py out/stack100m_chat --chat --prompt "Why is the sky blue?"
+test -e out/stack100m_chat-hf || python convert.py export out/stack100m_chat out/stack100m_chat-hf
+test -e out/stack100m_chat.gguf || python convert.py gguf out/stack100m_chat out/stack100m_chat.gguf
