@@ -197,10 +197,11 @@ def answers(args, model, tokenizer, device) -> str:
 def ask(args, model, tokenizer, trained: dict, seq_len: int) -> str:
     """What to print about the answers to held-out questions."""
     from stack.evaluation import answers
+    from stack.twins import check_cache
     data = open_data(data_folder(args, trained), args.split, seq_len, args.run, tokenizer)
     if data.loss_on != "assistant":
         raise ValueError(f"{data.dir} has no conversations. Name a set that has: --data data/NAME")
-    result = answers.report(model, tokenizer, data, args.limit)
+    result = answers.report(check_cache(model), tokenizer, data, args.limit)
     return json.dumps(result) if args.json else "\n".join([
         f"{result['ended']:.1%} of {result['questions']:,} held-out questions have an answer that ends within "
         f"{result['most']} tokens", *(on_terminal(f"\n> {e['question']}\n{e['answer']}") for e in result["examples"])])

@@ -3,13 +3,10 @@
 The defaults are Stack-100M (rotary positions, RMSNorm, SwiGLU, grouped-query attention with QK-norm, tied table: a
 Qwen3 checkpoint elsewhere); the GPT-2 switches make it exactly GPT-2.
 
-*The table is used twice.*  `embed.weight` (V, C) turns ids into vectors by copying rows, and the same storage, as the
-head's matrix, turns vectors into logits: one parameter, one optimizer slot, one tensor on disk.
-
 *The logits never exist.*  At V=32768, C=512 they are 64 times the hidden states.  `fused_linear_cross_entropy` walks
 over the tokens in chunks; as the loss is a plain mean, its gradient is known as soon as a chunk's softmax is: both
 gradients are formed in the forward pass and the next chunk overwrites this one.  Nothing is recomputed, nothing of size
-[N, V] is held.  (Checkpointed chunks pay the head's matmul twice; gradient-in-forward is Liger's, arXiv 2410.10989.)
+[N, V] is held.  (Gradient-in-forward is Liger's, arXiv 2410.10989.)
 
 *What is computed here is the truth.*  What computes the same faster is set on a built model from outside, in place of
 `Attention.attend` and GPT's `mask`, `cross_entropy` and `decoder`, and is compared with these before it serves.
@@ -18,6 +15,7 @@ Shapes: B batch, T time (queries), S keys, C d_model, H n_heads, K n_kv_heads, D
 L n_layers, N = B*T tokens.  This file imports torch and the standard library only: it can be copied out and used alone.
 """
 
+import functools
 import math
 import warnings
 from dataclasses import dataclass
@@ -70,15 +68,13 @@ class ModelConfig:
                     "max_seq_len", "rope_theta", "norm_eps")
         found = [f"{name} ({getattr(self, name)}) must be positive." for name in positive
                  if not getattr(self, name) > 0]
-        for name in ("pos", "norm", "mlp"):
-            if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name])):
-                found.append(f"{name} ({getattr(self, name)!r}) must be one of {choices}.")
+        found += [f"{name} ({getattr(self, name)!r}) must be one of {choices}." for name in ("pos", "norm", "mlp")
+                  if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name]))]
         found += [f"{name} ({getattr(self, name)}) must be 0 (off) or positive."
                   for name in ("nope_every", "logit_softcap") if getattr(self, name) < 0]
         if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
-            fits = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
             found.append(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}). "
-                         f"Set n_kv_heads to one of {fits}.")
+                         f"Set n_kv_heads to one of {[k for k in range(1, self.n_heads + 1) if not self.n_heads % k]}.")
         if self.pos == "rope" and self.head_dim % 2:
             found.append(f"head_dim ({self.head_dim}) must be even for rotary positions. Set {self.head_dim + 1}.")
         if self.pos == "learned" and self.nope_every:
@@ -111,10 +107,8 @@ def chunk_arithmetic(logits, targets, scale, n_vocab: int, ignore_index: int, z_
     """Loss per token of one chunk; with `grad` the logits are overwritten by scale * dloss/dlogits.
 
     logits (n, V) in the matmul's dtype, targets (n,), scale (n,) fp32 -> loss (n,) fp32, 0 where ignored.  In between
-    all is fp32 (fp64 for fp64): bf16 has 8 bits, a loss near 10.4 would move in steps of 0.06, and softmax - onehot
-    would cancel for a confident row."""
-    x = logits[:, :n_vocab]  # pad columns take part in nothing
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    all is fp32 (fp64 for fp64): in bf16 a loss near 10.4 moves in steps of 0.06, and softmax - onehot cancels."""
+    x = logits[:, :n_vocab].to(torch.promote_types(logits.dtype, torch.float32))  # pad columns take part in nothing
     if softcap:
         capped = torch.tanh(x / softcap)
         x = softcap * capped
@@ -144,8 +138,7 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
     """One pass over the tokens.  hidden (N, C), weight (V, C), same dtype -> loss (N,), dh (N, C), dw (V, C) fp32: the
     gradients of sum(scale * loss), or None where not wanted."""
     n_vocab, ignore_index, z_loss, softcap, chunk, arithmetic = options
-    N, V = hidden.shape[0], weight.shape[0]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    N, V, wide = hidden.shape[0], weight.shape[0], torch.promote_types(hidden.dtype, torch.float32)
     chunk = chunk or default_chunk(N, V, hidden.dtype, hidden.device.type)
     loss = torch.empty(N, dtype=wide, device=hidden.device)
     dh = torch.empty_like(hidden) if want_dh else None
@@ -178,8 +171,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     The mean's 1/count is split into a factor in (1, 2], applied before the matmuls, and a power of two, which waits for
     the incoming gradient: 1/count itself would push fp16 values below their smallest number, and applied after the
-    matmuls it would round bf16 values a second time.  (An incoming gradient of 1, 1/8 or 65536 rounds nothing.)
-    """
+    matmuls it would round bf16 values a second time.  (An incoming gradient of 1, 1/8 or 65536 rounds nothing.)"""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, reduction, options, dtype, grad_enabled):
@@ -378,6 +370,7 @@ class GPT(nn.Module):
     """Token ids to loss or logits.  Linears are named wq wk wv wo w_gate w_up w_down; the table is `embed.weight`."""
 
     cross_entropy = staticmethod(fused_linear_cross_entropy)
+    cached = True  # whether `generate` may read with a cache: not where stack/twins.py saw other logits than forward's
     decoder = None  # of model, cache and docs: a function of the newest ids (B, 1) to logits (B, vocab_size)
 
     def __init__(self, cfg: ModelConfig):
@@ -394,7 +387,7 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self):
-        """(V, C): the table itself when tied."""
+        """(V, C): the table itself when tied, which then is one parameter, one optimizer slot, one tensor on disk."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def mask(self, where, size: int, docs):
@@ -402,6 +395,13 @@ class GPT(nn.Module):
         Attention.attend.  docs (B, S) or None, as in `hidden`."""
         causal = (torch.arange(size, device=where.device) <= where[:, None])[None, None]  # (1, 1, T, S)
         return causal if docs is None else causal & (docs[:, None, where, None] == docs[:, None, None])
+
+    @functools.cached_property
+    def is_causal(self) -> bool:
+        """Whether `mask` says, without documents, what attention does without a mask; by three queries."""
+        keys = torch.arange(self.cfg.max_seq_len, device=self.embed.weight.device)
+        where = keys[[0, len(keys) // 2, -1]]
+        return bool((self.mask(where, len(keys), None) == (keys <= where[:, None])).all())
 
     def hidden(self, ids, *, docs=None, cache: KVCache | None = None):
         """Everything up to the final norm.  ids (B, T) -> (B, T, C).
@@ -416,7 +416,7 @@ class GPT(nn.Module):
             check_ids(ids, self.cfg.vocab_size)
         where, size, masked = (torch.arange(T, device=ids.device), T, False) if cache is None else cache.places(T)
         docs = None if docs is None else docs[:, :size]
-        mask = self.mask(where, size, docs) if masked or docs is not None else None
+        mask = self.mask(where, size, docs) if masked or docs is not None or not self.is_causal else None
         positions = where  # (T,)
         if docs is not None and self.pos_embed is not None:  # rotary scores depend on distances only
             first = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0), value=True)
@@ -450,9 +450,8 @@ class GPT(nn.Module):
         h = self.hidden(ids, docs=docs, cache=cache)
         if targets is None:
             return self.logits(h)
-        return self.cross_entropy(
-            h.flatten(0, 1), self.head_weight, targets.flatten(), z_loss=z_loss, softcap=self.cfg.logit_softcap,
-            n_valid_vocab=self.cfg.vocab_size, reduction=reduction)
+        return self.cross_entropy(h.flatten(0, 1), self.head_weight, targets.flatten(), softcap=self.cfg.logit_softcap,
+                                  n_valid_vocab=self.cfg.vocab_size, z_loss=z_loss, reduction=reduction)
 
 
 def check_ids(ids, vocab_size: int):
@@ -511,7 +510,7 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
     and goes on.  `on_token(row, id)` is called for every new id and ends the row by returning True; `on_logits(logits)`
     (B, V) returns those to choose from.  With and without the cache, one of before that has the only prompt's beginning
     or a new one, the ids are the same."""
-    limit, device = model.cfg.max_seq_len, model.embed.weight.device
+    limit, device, use_cache = model.cfg.max_seq_len, model.embed.weight.device, use_cache and model.cached
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")
     for row, prompt in enumerate(prompts):
@@ -542,7 +541,8 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
                 decode = decode or model.decoder(model, cache, docs)
             if decode is None:
                 with torch.compiler.set_stance("force_eager"), sdpa_kernel(ANY_LENGTH):  # blocks recompile for each
-                    logits = model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1])
+                    logits = (model.logits(model.hidden(ids, docs=docs, cache=cache)[:, -1]) if use_cache else
+                              model(ids, docs=docs)[:, -1])
             else:
                 logits = decode(ids)
             ids = sample_next(logits if on_logits is None else on_logits(logits), temperature=temperature, top_k=top_k,

@@ -284,8 +284,9 @@ def main():
         if args.quant:
             from stack.quantize import quantize_int8
             quantize_int8(model)
+        from stack.twins import check_cache, fast_decoding
+        check_cache(model)
         if args.compile:
-            from stack.twins import fast_decoding
             fast_decoding(model)
         from stack.talk import TooLong
         talk = begin_talk(model, tokenizer, prompt, args) if args.chat else None

@@ -239,8 +239,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             complete = whole(model)  # by all ranks together
             if main:
                 with log.forgive("a sample"), autocast(device, dtype):
-                    ids = generate(complete, [[tokenizer.boundary_id]], max_new_tokens=min(128, model_cfg.max_seq_len),
-                                   temperature=0.8, top_p=0.95, seed=cfg.seed, stop_ids=[tokenizer.boundary_id])[0]
+                    ids = generate(twins.check_cache(complete), [[tokenizer.boundary_id]], temperature=0.8, top_p=0.95,
+                                   max_new_tokens=min(128, model_cfg.max_seq_len), seed=cfg.seed,
+                                   stop_ids=[tokenizer.boundary_id])[0]
                     text = tokenizer.decode(ids)
                     log.write(step=step, sample=text)
                     say(f"--- sample at step {step}\n{visible(text)}\n---")
@@ -262,8 +263,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             fetching = time.perf_counter()
             x, y, docs = next(batches)  # (b, T) each
             wait += time.perf_counter() - fetching
-            if model_cfg.dropout:  # randomness as a function of the position, so that a resumed run draws the same
-                torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.dp_rank)) % 2**63)
+            torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.dp_rank)) % 2**63)  # resumed runs draw the same
             sync_gradients(replica, micro_step == micro_steps - 1)  # gradients travel once a step
             with autocast(device, dtype):
                 nats = replica(x, y, docs=docs if cfg.doc_mask else None, z_loss=cfg.z_loss, reduction="sum")

@@ -22,8 +22,8 @@ def compile_or_not(function, random: bool = False):
 
     On a CPU cheap operations are done again in the backward pass: 2.3 GB where keeping their results took 2.9 GB, and
     no slower (Stack-100M, 2 x 1024 tokens, 2 cores); operators of ours, like attention, are not cheap and are kept.
-    GPUs, not measured, keep PyTorch's choice.  random: dropout, which PyTorch (2.13) would do again too, with other
-    random numbers.
+    GPUs, not measured, keep PyTorch's choice.  random: it draws, as for dropout, which PyTorch (2.13) would do again
+    too, with other random numbers.
     """
     fast = torch.compile(function, dynamic=False)
 

@@ -3,7 +3,9 @@
 It is built on the meta device, where a tensor has a shape and nothing else.  What cannot be seen there goes by class
 and name.  An nn.Embedding is looked up, every other parameter multiplies.  Attention is a module of class Attention,
 whose wo reads heads * head_dim values.  Where it carries an int `window` > 0, a query sees so many keys, its own among
-them, else all before it: a layer that looks back less far sets this attribute, and FLOPs, MFU and account.py follow.
+them, else as many as GPT.mask shows the last one: a layer that looks back less far sets this attribute, and FLOPs, MFU
+and account.py follow.  A token goes once through whatever the model holds: what a loop repeats, or a router leaves out,
+is not seen.
 """
 
 import contextlib
@@ -80,10 +82,22 @@ def lookup_params(cfg: ModelConfig | GPT) -> int:
     return sum(table.numel() for table in tables(model) - {model.head_weight})
 
 
+def multiplied_params(cfg: ModelConfig | GPT) -> int:
+    """Parameters that a token is multiplied by, each as often as the model holds it: shared layers each time."""
+    model = build(cfg)
+    return sum(p.numel() for _, module in model.named_modules(remove_duplicate=False)
+               for p in module.parameters(recurse=False)
+               if not isinstance(module, nn.Embedding) or model.head is None and p is model.head_weight)
+
+
 def attention_layers(cfg: ModelConfig | GPT) -> list[tuple[int, int]]:
-    """(heads * head_dim, window or 0 for all) of each layer that attends."""
-    return [(module.wo.in_features, getattr(module, "window", 0)) for module in build(cfg).modules()
-            if isinstance(module, Attention)]
+    """(heads * head_dim, window or 0 for all) of each layer that attends, a shared one each time."""
+    model, seen = build(cfg), 0
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # a mask of tensors that have no values here
+        last = model.mask(torch.tensor([model.cfg.max_seq_len - 1]), model.cfg.max_seq_len, None)
+        seen = int((last if last.dtype == torch.bool else last > -torch.inf)[0, 0].sum()) % model.cfg.max_seq_len
+    return [(module.wo.in_features, getattr(module, "window", seen))
+            for _, module in model.named_modules(remove_duplicate=False) if isinstance(module, Attention)]
 
 
 def mean_keys(seq_len: int, mean_doc_len: float | None = None, window: int = 0) -> float:
@@ -109,7 +123,7 @@ def flops_per_token(cfg: ModelConfig | GPT, seq_len: int, mean_doc_len: float | 
     or T times the window.  "doc_masked": as "causal", under document masks.
     """
     model = build(cfg)
-    multiplied = 6 * (num_params(model)["total"] - lookup_params(model))
+    multiplied = 6 * multiplied_params(model)
     keys = {"6n": lambda window: 0, "causal": lambda window: mean_keys(seq_len, None, window),
             "palm": lambda window: min(window or seq_len, seq_len)}
     if mean_doc_len is not None:

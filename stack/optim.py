@@ -22,6 +22,7 @@ to everything with two dimensions, never to gains and biases.  With optimizer="a
 Every group holds "peak_lr"; the loop sets group["lr"] = group["peak_lr"] * schedule(cfg, step).
 """
 
+import copy
 import math
 
 import torch
@@ -83,7 +84,15 @@ def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, ad
     for opt in made:
         for group in opt.param_groups:
             group["peak_lr"] = group["lr"]
+        opt.begun_with = outside_state(opt)
     return made
+
+
+def outside_state(opt: Optimizer) -> dict:
+    """Numbers and tensors that an optimizer keeps elsewhere than in its state by parameter, where checkpoints look."""
+    kept = {**vars(opt), **{f"group[{key!r}]": value for group in opt.param_groups for key, value in group.items()}}
+    return {name: copy.deepcopy(value) for name, value in kept.items() if name != "group['lr']"
+            and isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)}
 
 
 class Muon(Optimizer):

@@ -4,6 +4,7 @@
                                      FlexAttention under document masks
     check(model, x, y, docs, ...)    on the first real batch: every such twin against what model.py says
     compile_head(model)              the loss head alone, to evaluate
+    check_cache(model)               for generate: whether its cache changes what model.py computes
     fast_decoding(model)             for generate: decode.cpp on a CPU, else one compiled program for all tokens
 
 model.py is the truth.  Whoever changes `Attention.attend`, `GPT.mask`, `chunk_arithmetic` or a block there has said a
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import sdpa_kernel
 
-from model import ANY_LENGTH, GPT, fused_linear_cross_entropy
+from model import ANY_LENGTH, GPT, KVCache, fused_linear_cross_entropy
 from stack import compiled
 from stack.cpu import decode, kernels
 from stack.device import autocast
@@ -88,8 +89,9 @@ def compile_blocks(model: GPT, device: torch.device, like: GPT | None = None):
             replace_attend(model, compiled.flex, _under_block_mask)
     ours = like is None or getattr(like.cross_entropy, "keywords", {}).get("arithmetic") is kernels.chunk_arithmetic
     compile_head(model, kernels.chunk_arithmetic if cpu and ours else compiled.chunk_arithmetic)
+    random = like is None and draws(model)
     for block in model.blocks:  # one code object: compiled once, used by every layer
-        block.forward = compiled.compile_or_not(block.forward, model.cfg.dropout > 0)
+        block.forward = compiled.compile_or_not(block.forward, random)
 
 
 def compile_head(model: GPT, arithmetic=compiled.chunk_arithmetic) -> GPT:
@@ -97,6 +99,19 @@ def compile_head(model: GPT, arithmetic=compiled.chunk_arithmetic) -> GPT:
     if model.cross_entropy is fused_linear_cross_entropy:  # else it is a fork's, or tensor_parallel.py's
         replace_function(model, "cross_entropy", functools.partial(fused_linear_cross_entropy, arithmetic=arithmetic))
     return model
+
+
+@torch.no_grad()
+def draws(model) -> bool:
+    """Whether a forward pass draws random numbers as the model trains: for dropout, or for what a fork has added."""
+    def states():
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(ids.device)] if ids.is_cuda else [])]
+    ids = torch.zeros(1, min(model.cfg.max_seq_len, 2), dtype=torch.long, device=model.embed.weight.device)
+    with _as_before(model), torch.compiler.set_stance("force_eager"):
+        model.train()
+        before = states()
+        model.hidden(ids)
+        return not all(map(torch.equal, before, states()))
 
 
 def _under_block_mask(attn, q, k, v, mask) -> bool:
@@ -318,6 +333,31 @@ def _put_aside(model, same: dict, seconds: float) -> list[str]:
 # Decoding
 
 
+@torch.no_grad()
+def check_cache(model: GPT) -> GPT:
+    """Let `generate` read with a cache where that gives the logits of `forward`; returns the model.  It does not where
+    a change of model.py mixes tokens elsewhere than in attention, counts positions from 0 in every call, or changes
+    `forward` and not `logits`."""
+    device, T, parts = model.embed.weight.device, min(model.cfg.max_seq_len, 32), []
+    small = sum(p.numel() for p in model.parameters()) <= WIDENED
+    ids = (torch.arange(T, device=device)[None] + model.cfg.vocab_size // 3) % model.cfg.vocab_size
+    with (_as_before(model), torch.compiler.set_stance("force_eager"), torch.autocast(device.type, enabled=False),
+          _in_fp32(model) if small else contextlib.nullcontext()):
+        model.eval()
+        want, cache = model(ids), KVCache(model.cfg, 1, T, device, model.embed.weight.dtype)
+        for part in ids.tensor_split(sorted({T // 2, max(T - 2, 0), T - 1} - {0}), 1):  # several at once, then one
+            parts.append(model.hidden(part, cache=cache))
+        got = model.logits(torch.cat(parts, 1))
+    bound = EXACT if model.embed.weight.dtype == torch.float32 or small else 0.02 * math.sqrt(model.cfg.n_layers)
+    model.cached = not (got - want).norm() > bound * want.norm()  # NaN: damaged weights, which sample_next speaks of
+    if not model.cached:
+        warnings.warn("with the cache of generate this model computes other logits than without: all is read again for "
+                      "each token, slower. Was model.py changed? What mixes tokens or counts positions has to go by "
+                      "`cache` and `where` in GPT.hidden, and what changes logits belongs in GPT.logits.",
+                      stacklevel=3)
+    return model
+
+
 def fast_decoding(model: GPT) -> GPT:
     """Let `generate` decode fast: decode.cpp on a CPU, else one compiled program for all tokens; returns the model."""
     model.decoder = functools.partial(_decoder, {})
@@ -437,5 +477,6 @@ def _attends_once(attn, model, cache, docs, layer: int) -> bool:
     k, v = cache.k[layer], cache.v[layer]
     q = torch.randn(len(k), H, 1, k.shape[3], device=device, generator=torch.Generator(device).manual_seed(0))
     mask = model.mask(torch.tensor([size - 1], device=device), size, docs)
-    return _agree(_results(functools.partial(attn.plain.attend, attn), (q, k, v), None if docs is None else mask,
-                           gradients=False), _results(compiled.attend_once, (q, k, v), mask, gradients=False))
+    given = None if docs is None and model.is_causal else mask  # as GPT.hidden has it
+    return _agree(_results(functools.partial(attn.plain.attend, attn), (q, k, v), given, gradients=False),
+                  _results(compiled.attend_once, (q, k, v), mask, gradients=False))

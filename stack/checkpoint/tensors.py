@@ -20,6 +20,7 @@ from model import GPT, ModelConfig
 from stack.checkpoint.folder import STATE, TOKENIZER, model_code, read, verify, writing
 from stack.counts import undrawn
 from stack.data.tokenizer import Tokenizer
+from stack.optim import outside_state
 from stack.parallel.sharding import part_of
 
 WEIGHTS, OPTIM = "model.safetensors", "optim.pt"
@@ -41,7 +42,14 @@ def save(run_dir, name: str, *, model, optimizers=(), scaler=None, **what):
 
 
 def optimizer_state(model, optimizers, scaler) -> dict:
-    """{"optimizers": {parameter name: {"kind": optimizer's class, "state": its tensors, on the CPU}}, "scaler"}."""
+    """{"optimizers": {parameter name: {"kind": optimizer's class, "state": its tensors, on the CPU}}, "scaler"}.  Warns
+    of what an optimizer has changed elsewhere than in its state by parameter, which nothing would bring back."""
+    for opt in optimizers:
+        before = getattr(opt, "begun_with", None)
+        if moved := [name for name, value in outside_state(opt).items() if before is not None
+                     and not (name in before and torch.equal(*map(torch.as_tensor, (value, before[name]))))]:
+            warnings.warn(f"{type(opt).__name__} changes {', '.join(moved)}, which no checkpoint keeps: a resumed run "
+                          "would be another one. Keep it in self.state[p], as a tensor or a number.", stacklevel=3)
     names = {p: plain_name(key) for key, p in model.named_parameters()}
     states = {names[p]: {"kind": type(opt).__name__, "state": {
                   key: value.cpu() if torch.is_tensor(value) else value for key, value in opt.state.get(p, {}).items()}}

@@ -14,17 +14,20 @@ MOST = 1e-4  # of the logits' spread; fp32's rounding is a few millionths
 
 
 @torch.inference_mode()
-def compare(model, config: dict, tensors: dict[str, torch.Tensor]) -> None:
+def compare(model, config: dict, tensors: dict[str, torch.Tensor], longest: int = LONGEST) -> None:
     """Raise ValueError unless `model` computes, on random ids, what these settings and tensors mean elsewhere."""
     def apart(a, b):  # rms over the vocabulary, (T,): every token counts, as a window may show at the last one only
         return (a - b).square().mean(-1).sqrt()[0]
 
-    twin, T = copy.deepcopy(model).cpu().float().eval(), min(model.cfg.max_seq_len, LONGEST)
+    twin, T = copy.deepcopy(model).cpu().float().eval(), min(model.cfg.max_seq_len, longest)
     ids = torch.randint(model.cfg.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
     theirs, head, problems = hidden(config, tensors, ids)
     if not problems:
         with torch.compiler.set_stance("force_eager"):
-            ours = twin.hidden(ids)
+            ours, first = twin.hidden(ids), twin(ids[:, :EVERY])
+        if (first - twin.logits(ours[:, :EVERY])).norm() > 100 * MOST * first.norm():
+            problems = ["GPT.forward gives other logits than GPT.logits makes of GPT.hidden."]
+    if not problems:
         for at in (slice((T - 1) % EVERY, None, EVERY), slice(None)):  # all of them only to say where it begins
             a, b = twin.logits(ours[:, at]), theirs[:, at] @ head.t()
             found, most = apart(a, b), MOST * a.std()
@@ -37,7 +40,7 @@ def compare(model, config: dict, tensors: dict[str, torch.Tensor]) -> None:
         problems = [f"on {T} random tokens, from token {int((~(found <= most)).nonzero()[0])} on, logits differ by up "
                     f"to {(a - b).abs().max():.3g}, where they spread by {a.std():.3g}."]
     raise ValueError(f"model.py was changed, and this model is no {config['architectures'][0]}: {problems[0]}\n"
-                     "  It can be used here as it is; elsewhere nothing computes it.")
+                     "  It can be used here as it is, and the other one elsewhere; neither becomes the other.")
 
 
 def hidden(config: dict, tensors: dict[str, torch.Tensor], ids):

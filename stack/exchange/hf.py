@@ -59,6 +59,7 @@ NAMES = {
 PARTS = re.compile(r"(blocks\.\d+\.|)(.*?)\.?(\w+)")  # of a parameter's name: layer, module, weight or bias
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's GPT-2, (out, in) elsewhere
 BUFFERS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and tables that older versions saved
+ARITHMETIC = 1 << 38  # tokens times parameters, for which a model that comes in is compared: 2,048 of 100M, seconds
 NO_BIAS = ("embed.weight", "head.weight", "wte.weight", "wpe.weight")  # ends of names, ours and theirs
 
 
@@ -110,7 +111,11 @@ def to_theirs(model: GPT) -> dict[str, torch.Tensor]:
             raise ValueError(f"{' and '.join(ours)} has {int((~tensor.isfinite()).sum()):,} values that are NaN or "
                              "infinite: the weights are damaged.\n  Use an earlier checkpoint.")
         tensors[theirs] = tensor.float().cpu()
-    return {name: tensor.contiguous() for name, tensor in turned(tensors).items()}
+    tensors, written = {name: tensor.contiguous() for name, tensor in turned(tensors).items()}, set()
+    for name, tensor in tensors.items():  # what layers share has to be there for each
+        tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
+        written.add(tensor.data_ptr())
+    return tensors
 
 
 def from_theirs(tensors: dict[str, torch.Tensor], cfg: ModelConfig) -> GPT:
@@ -144,6 +149,10 @@ def from_theirs(tensors: dict[str, torch.Tensor], cfg: ModelConfig) -> GPT:
             if name in state:  # not a bias that only they have
                 state[name][:len(rows)] = rows
     model.load_state_dict(state, assign=True)
+    if all(tensor.isfinite().all() for tensor in tensors.values()):  # else damaged, which is said where it is used
+        most = ARITHMETIC // sum(tensor.numel() for tensor in tensors.values())
+        formulas.compare(model, settings_to_hf(cfg), {name: tensor.float() for name, tensor in tensors.items()},
+                         min(max(most, 64), formulas.LONGEST))
     return model
 
 

@@ -50,8 +50,9 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two dimensions, two sums
         check_cut(model, ranks, device, doc_mask)
     if remat != "none":
+        random = twins.draws(model)
         for block in model.blocks:
-            block.forward = recomputed(block.forward, remat, model.cfg.dropout > 0)
+            block.forward = recomputed(block.forward, remat, random)
     if compile:
         twins.compile_blocks(model, device)
     if sharded:
@@ -215,7 +216,7 @@ def recomputed(forward, remat: str, random: bool):
     """A block's forward that keeps less from forward to backward, and computes the rest again there.
 
     "block" keeps the input alone, and costs one more forward; "selective" also what matmuls and attention return, and
-    costs the cheap operations between them.  random: dropout, which must draw the same again.
+    costs the cheap operations between them.  random: as dropout, which must draw the same again.
     """
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
     options = {}

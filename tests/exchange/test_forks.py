@@ -120,6 +120,18 @@ def one_bias(monkeypatch):
     monkeypatch.setattr(original, "Attention", Attention)
 
 
+def scaled_logits(monkeypatch):
+    forward = original.GPT.forward
+    monkeypatch.setattr(original.GPT, "forward", lambda self, ids, *more, **options: (
+        0.5 * forward(self, ids, *more, **options)))
+
+
+def masked(monkeypatch):
+    plain = original.GPT.mask
+    monkeypatch.setattr(original.GPT, "mask", lambda self, where, size, docs: (
+        plain(self, where, size, docs) & (torch.arange(size) > where[:, None] - 50)))
+
+
 def left_nothing(tmp_path):
     return sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
@@ -129,6 +141,7 @@ def left_nothing(tmp_path):
     (parallel, dict(qk_norm=False), "no LlamaForCausalLM"), (parallel, LEARNED, "no GPT2LMHeadModel"),
     (parallel, dict(qk_norm=False, nope_every=4), "no SmolLM3ForCausalLM"),
     (window(100), {}, "from token 100 on"), (window(33), LEARNED, "from token 3"), (window(159), {}, "token 159 on"),
+    (masked, {}, "from token 50 on"), (scaled_logits, {}, "GPT.forward gives other logits"),
     (scale, {}, "logits differ"), (scale, LEARNED, "logits differ"), (exact_gelu, LEARNED, "logits differ"),
     (no_norm, {}, "model.layers.0.post_attention_layernorm.weight is missing"),
     (narrow, {}, "model.layers.0.mlp.gate_proj.weight is (48, 64), the settings need (96, 64)"),
@@ -251,3 +264,33 @@ def test_rounding_is_no_difference(words, settings):
     with torch.no_grad():
         model.embed.weight.zero_()
     formulas.compare(model, hf.settings_to_hf(model.cfg), hf.to_theirs(model))
+
+
+@pytest.mark.parametrize("change", [parallel, window(33), masked, scaled_logits],
+                         ids=["parallel", "window", "mask", "forward"])
+@pytest.mark.parametrize("settings", [{}, LEARNED], ids=["qwen3", "gpt2"])
+def test_a_model_from_elsewhere_does_not_become_another(tmp_path, words, monkeypatch, capsys, change, settings):
+    """The way in is compared as well as the way out: of the same tensors a changed model.py makes another model."""
+    save(tmp_path / "run", sharp(words, **settings), words)
+    run("export", tmp_path / "run", tmp_path / "folder")
+    change(monkeypatch)
+    message = refused(capsys, "import", tmp_path / "folder", tmp_path / "in")
+    assert "model.py was changed" in message and not (tmp_path / "in").exists()
+
+
+def test_layers_that_are_one_leave_as_several(tmp_path, words, monkeypatch):
+    """Elsewhere nothing is shared: each layer has its copy, and the whole is the same model."""
+    init = original.GPT.__init__
+
+    def shared(self, cfg):
+        init(self, cfg)
+        self.blocks = nn.ModuleList([self.blocks[0]] * len(self.blocks))
+    monkeypatch.setattr(original.GPT, "__init__", shared)
+    save(tmp_path / "run", sharp(words), words)
+    run("export", tmp_path / "run", tmp_path / "folder")
+    monkeypatch.setattr(original.GPT, "__init__", init)
+    ids = torch.arange(50)[None]
+    with torch.no_grad():
+        got = hf.load_folder(tmp_path / "folder")[0].eval()(ids)
+        monkeypatch.setattr(original.GPT, "__init__", shared)
+        torch.testing.assert_close(got, checkpoint.load_model(tmp_path / "run")[0](ids))
