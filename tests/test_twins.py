@@ -62,8 +62,8 @@ def build(tiny, monkeypatch):
 
 def standing(model):
     """What check could leave behind."""
-    parts = [model, *(block.attn for block in model.blocks)]
-    return [(type(part), {k: v for k, v in vars(part).items() if k[0] != "_"}) for part in parts], [
+    parts, known = [model, *(block.attn for block in model.blocks)], model.is_causal  # which any forward pass asks
+    return [(type(part), {k: v for k, v in vars(part).items() if k[0] != "_"}) for part in parts], known, [
         module.training for module in model.modules()], torch.get_rng_state().tolist(), [
         p.grad for p in model.parameters()]
 
