@@ -3,11 +3,10 @@ Launch     python prepare.py configs/data_anneal.py --out data/anneal
 Hardware   any; the tokenizer is the demo's: make demo first
 Time       half a minute
 
-The conversations are the 5 % of the tokens that there are of them; --val_fraction is the demo's, so that the same
-documents are held out. max_tokens is 400 steps of configs/anneal.py and what is held out.
+It ends with the conversations, about 3.5 million tokens: nearly all of the library, as a part of it would be another
+text. val_fraction is the demo's, so that the same documents are held out.
 """
 
-sources = [dict(source="stdlib", weight=75), dict(source="stdlib", weight=25, chat=True)]
+sources = [dict(source="stdlib", weight=90), dict(source="stdlib", weight=10, chat=True)]
 tokenizer = "out/demo"
 val_fraction = 0.05
-max_tokens = 900_000

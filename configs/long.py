@@ -1,5 +1,5 @@
 # The demo's model learns a context four times as long: longer windows, a larger base of the rotations.
-# Hardware: two CPU cores. Time: two minutes, an estimate. Expected: docs/midtraining.md has the loss by position.
+# Hardware: two CPU cores. Time: half a minute, an estimate. Expected: docs/midtraining.md has the loss by position.
 # Needs: make demo
 # Launch: python train.py configs/long.py
 
