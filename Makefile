@@ -5,6 +5,8 @@
 # make env        only the environment .venv, which the others make when it is missing
 # make faults     the long fault injections, up to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
 # make exchange   the GGUF tests that need llama.cpp, which pip builds in about five minutes
+# make trace      a training step as a GPU would be given it, traced without one: PyTorch's build for CUDA (some gigabytes)
+#                 in an environment of its own, .venv-trace
 # make clean      delete .venv and caches; never data or runs
 #
 # .venv is made by python3, or by another one: make demo PYTHON=python3.12
@@ -12,7 +14,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: demo chat env test lint exchange faults clean
+.PHONY: demo chat env test lint exchange faults trace clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -37,8 +39,18 @@ exchange: $(READY)
 	$(PY) -m pytest tests/exchange/test_gguf.py -k llama_cpp
 	$(PY) -m pytest tests/test_answering.py -k llama_cpp
 
+# Headers and library are those of the wheels; the build for CUDA is PyPI's for Linux, whatever .venv has.
+trace: TORCH = $(shell sed -n 's/^torch==/torch===/p' requirements.txt)
+trace:
+	@command -v cc >/dev/null || { echo "There is no C compiler here to build tests/no_cuda.c with. Install one: apt install gcc" >&2; exit 2; }
+	@test -e .venv-trace || $(PYTHON) -m venv .venv-trace
+	@echo "Installing $(TORCH), built for CUDA, into .venv-trace (once; some gigabytes)"
+	@.venv-trace/bin/python -m pip install --quiet --disable-pip-version-check --retries 2 "$(TORCH)" "nvidia-cuda-crt==13.0.*" numpy || { echo "PyTorch's build for CUDA could not be installed; see above. Without it nothing can be traced: there is one for Linux only." >&2; exit 2; }
+	@cc -shared -fPIC -w -I"$$(echo .venv-trace/lib/python3*/site-packages/nvidia/cu13/include)" -Wl,-soname,libcuda.so.1 -o .venv-trace/libcuda.so.1 tests/no_cuda.c || { echo "tests/no_cuda.c does not fit the headers of this build of CUDA; see above." >&2; exit 2; }
+	@OMP_NUM_THREADS=1 LD_PRELOAD="$$PWD/.venv-trace/libcuda.so.1" .venv-trace/bin/python tests/traced.py
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__
+	rm -rf .venv .venv-trace .pytest_cache .ruff_cache .hypothesis __pycache__
 	find bench configs stack tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "data/ and out/ are yours and stay."
 

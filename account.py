@@ -13,9 +13,10 @@ the loss head, the usual one beside ours.  *FLOPs* are forward + backward per to
 misses attention; +6LTd adds what a causal model needs, +12LTd all T*T scores (PaLM, nanoGPT).  Document masks, here of
 documents of geometric length (a boundary is equally likely everywhere), cost less still.
 
-*Hours* are tokens * FLOPs in the +6LTd convention / (peak * MFU).  MFU is the share of a GPU's peak rate that a run
-reaches; nobody can know it beforehand, so there is a column for each of several.  *Decoding* one sequence reads every
-weight and the KV cache once per token, and is priced by memory bandwidth alone.  1 GB is 1e9 bytes.
+*Hours* follow from a roofline: each part of a compiled micro step takes what bounds it, matmuls or memory
+(stack/roofline.py; nobody has measured it, and it is an optimistic end).  MFU, the share of a GPU's peak rate, is what
+train.py would log then.  *Decoding* one sequence reads every weight and the KV cache once per token, and is priced by
+memory bandwidth alone.  1 GB is 1e9 bytes.
 """
 
 import json
@@ -33,17 +34,15 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 from model import INIT_STD, ModelConfig
-from stack import counts
+from stack import counts, roofline
 from stack.config import as_command, load
 from stack.device import DTYPES, PEAK_TFLOPS
 from stack.memory import activation_bytes, head_bytes, optimizers_of, owned, train_state_bytes
-from stack.optim import NS_STEPS, AdamW, Muon
+from stack.optim import AdamW, Muon
 from stack.parallel.tensor_parallel import ROWS
+from stack.roofline import GPUS
 from stack.train_config import TrainConfig
 
-GPUS = {  # name in device.PEAK_TFLOPS: memory in GB, memory bandwidth in GB/s (NVIDIA data sheets; SXM for A100, H100)
-    "A100": (80, 2039), "H100": (80, 3350), "H200": (141, 4800), "RTX 4090": (24, 1008),
-}
 MFUS = (0.3, 0.4, 0.5, 0.6)
 VOCABULARIES = (4096, 16384, 32768, 50257, 65536, 128256, 256000)  # to compare; 50257 is GPT-2's, 128256 Llama 3's
 TP_SIZES = (1, 2, 4, 8)
@@ -100,7 +99,8 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
     # bytes
     dtype = DTYPES.get(train.dtype, torch.bfloat16)  # auto: as on the GPUs below
     low, micro_tokens = dtype.itemsize, train.micro_batch_size * train.seq_len
-    acts, whole = ({name: activation_bytes(cfg, low, compiled=name == "compiled", remat=remat)
+    acts, whole = ({name: activation_bytes(cfg, low, compiled=name == "compiled", remat=remat,
+                                           mask_keys=train.seq_len * train.doc_mask)
                     for name in ("eager", "compiled")} for remat in (train.remat, "none"))
     per_token = {name: L * act["block"] + act["around"] for name, act in acts.items()}
     head, state = head_bytes(cfg, micro_tokens, dtype), train_state_bytes(model, optimizers)
@@ -130,8 +130,11 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
     # FLOPs
     flops = counts.flops_per_token(model, train.seq_len, mean_doc_len)
     windows = [window for _, window in counts.attention_layers(model)]
-    newton_schulz = sum(NS_STEPS * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3)
-                        for p in owned(optimizers, Muon))  # of each r x c matrix, r <= c: X X^T, its square, one more
+    newton_schulz = roofline.newton_schulz_flops(owned(optimizers, Muon))
+    needed = flops["doc_masked" if train.doc_mask else "causal"]  # what train.py counts
+    times = {name: roofline.micro_step(model, optimizers, train, name, dtype=dtype, mean_doc_len=mean_doc_len)
+             for name in GPUS}
+    speeds = {name: micro_tokens / sum(parts.values()) for name, parts in times.items()}
     a |= {
         **{f"flops_{name}": value for name, value in flops.items()},
         "flops_attention": flops["causal"] - flops["6n"], "flops_attention_at_4x": 4 * (flops["causal"] - flops["6n"]),
@@ -156,8 +159,11 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "gpus": {name: {
             "peak_tflops": PEAK_TFLOPS[name], "memory_gb": memory, "bandwidth_gb_s": bandwidth,
             "hours": {f"{mfu:.0%}": run_hours(tokens * flops["causal"], PEAK_TFLOPS[name], mfu) for mfu in MFUS},
+            "roofline": {"micro_step_ms": {part: seconds * 1e3 for part, seconds in times[name].items()},
+                         "tok_per_s": speeds[name], "mfu": speeds[name] * needed / (PEAK_TFLOPS[name] * 1e12),
+                         "hours": tokens / speeds[name] / 3600},
             "decode_ms": {state: n_bytes / bandwidth / 1e6 for state, n_bytes in reads.items()}}
-            for name, (memory, bandwidth) in GPUS.items()},
+            for name, (memory, bandwidth, *_) in GPUS.items()},
         "decode_bytes": reads,
     }
     # the vocabulary
@@ -234,13 +240,19 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
         row("FLOPs (6N + 6LTd)", f"{a['flops_run']:.4g}"),
         row("a budget of", a["budget"]["tokens"], f"tokens (--token_budget) is {a['budget']['steps']:,} steps, "
             f"{a['budget']['windows']:,} windows"),
-        "", "Hours by the share of peak FLOPs reached (MFU); milliseconds per generated token (bf16, one sequence)",
-        f"  {'':<22}{'peak':>12}" + "".join(f"{f'{mfu:.0%}':>9}" for mfu in MFUS) + f"{'bandwidth':>13}{'first':>9}"
-        f"{f'at {cfg.max_seq_len:,}':>11}",
-        *(f"  {name:<22}{gpu['peak_tflops']:>5} TFLOPS"
-          + "".join(f"{h:>9,.{1 if h < 100 else 0}f}" for h in gpu["hours"].values())
-          + f"{gpu['bandwidth_gb_s']:>8} GB/s{gpu['decode_ms']['empty']:>9.3f}{gpu['decode_ms']['full']:>11.3f}"
-          for name, gpu in a["gpus"].items()),
+        "", f"One GPU, compiled: milliseconds of {a['head_tokens']:,} tokens by what bounds them, and what follows; an "
+            "optimistic end",
+        f"  {'':<11}{'matmuls':>9}{'attention':>11}{'pointwise':>11}{'head':>7}{'rest':>7}{'sum':>8}{'tokens/s':>12}"
+        f"{'MFU':>6}{'hours':>9}",
+        *(f"  {name:<11}{ms['block matmuls']:>9,.1f}{ms['attention']:>11,.1f}{ms['pointwise and norms']:>11,.1f}"
+          f"{ms['head matmuls'] + ms['head pointwise and dw']:>7,.1f}{ms['rest']:>7,.1f}{sum(ms.values()):>8,.1f}"
+          f"{line['tok_per_s']:>12,.0f}{line['mfu']:>6.0%}{line['hours']:>9,.{1 if line['hours'] < 100 else 0}f}"
+          for name, line, ms in ((name, gpu["roofline"], gpu["roofline"]["micro_step_ms"])
+                                 for name, gpu in a["gpus"].items())),
+        "", "Milliseconds per generated token, bf16, one sequence",
+        f"  {'':<11}{'bandwidth':>15}{'first':>9}{f'at {cfg.max_seq_len:,}':>11}",
+        *(f"  {name:<11}{gpu['bandwidth_gb_s']:>10} GB/s"
+          f"{gpu['decode_ms']['empty']:>9.3f}{gpu['decode_ms']['full']:>11.3f}" for name, gpu in a["gpus"].items()),
         "", "KV cache (bf16)",
         row("per token", f"{a['kv_cache_bytes_per_token']:,} B",
             f"{a['kv_cache_bytes_per_token_mha']:,} B with as many KV heads as query heads"),

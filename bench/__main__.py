@@ -7,7 +7,7 @@
     python -m bench head                        the loss head, forward and backward
     python -m bench head --chunks               ours over chunk sizes: where default_chunk's byte budget comes from
     python -m bench growth                      time and memory over context, batch, vocabulary, depth: six minutes
-    python -m bench gpu                         all of it that matters on one card, within eight minutes
+    python -m bench gpu                         on one card, eight minutes: right, fast, learning; --tiny: a try
 
 Each prints a table for docs/, or with --json one object a line.  How a row is measured is in measure.py, what its
 limits are in the bench's own file, of whom the peers are in peers.py.  Other people's packages are rows where they are

@@ -1,75 +1,434 @@
-"""All of it that matters on one card, in one table, within minutes: `python -m bench gpu`."""
+"""What a card computes, how fast, and what it learns, within minutes: `python -m bench gpu`.
 
+For a card that nobody can log into twice.  Needed are torch (2.11 or newer), numpy, safetensors, tiktoken and tqdm;
+transformers, litgpt, Liger-Kernel and cut-cross-entropy are rows where they are installed; there is no download.  Each
+result is a line of JSON in --results from the moment it is known, in the order of its worth, the machine first:
+
+    right      checks.py, each against something that cannot be wrong in the same way
+    fast       the ceilings, a step by its parts, attention and head chunks against each other, whole steps beside the
+               peers', heads, decoding
+    learning   what is left of the time, a quarter at least: configs/stack100m.py's shape on the Python code that is
+               installed here
+
+What runs does so in processes of its own, under a time limit, with one cache of compiled code: what fails, hangs or
+takes the card's context with it is a line too, and the rest goes on.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import itertools
+import json
+import platform
+import re
+import signal
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from bench.head import head_rows
-from bench.measure import copy_rate, matmul_rate, print_json, print_table, read_rate, run_row
+import torch
+import torch.nn.functional as F
+
+from bench.checks import CHECKS, random_batch
+from bench.head import head_inputs, head_rows
+from bench.measure import ROOT, copy_rate, matmul_rate, print_table, read_rate, run_row, seconds
 from bench.step import settings, step_rows
-from stack.device import peak_flops, pick_dtype
+from model import GPT
+from stack import twins
+from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
+from stack.device import autocast, machine, peak_flops, pick_dtype
+from stack.exchange.hf_tokenizers import LETTERS
+from stack.log import read_log
+from stack.optim import make_optimizers
 
-FLAGS = {"--minutes": dict(type=float, default=8, help="what does not fit in is left out, and said (8)")}
-
-
-def gpu_parts(args, device) -> list[tuple[str, list[str], str]]:
-    """(what, command, row), the most telling first: what the time does not suffice for is at the end."""
-    model_cfg, cfg = settings(args, "--seq_len=2048")
-    common, n = [f"--repeats={args.repeats}", f"--device={device}"], 16 * cfg.seq_len
-
-    def step(what, *changes, row="ours", rows=16):
-        command = ["step", *common, "--seq_len=2048", f"--micro_batch_size={rows}", *args.settings, *changes]
-        return f"step, {rows} x {cfg.seq_len}{what}", command, row
-    masks, muon = "--doc_mask=true", "--optimizer=muon"
-    head = ["head", *common, f"--n_tokens={n}", f"--d_model={model_cfg.d_model}",
-            f"--vocab={model_cfg.padded_vocab_size}", f"--dtype={cfg.dtype.replace('auto', 'bfloat16')}"]
-    return [
-        ("ceilings", ["gpu", f"--device={device}", *args.settings], "ceilings"), step(""), step("", rows=32),
-        step(", document masks", masks), step(", Muon", muon),
-        ("sample, batch 1 and 64", ["sample", *common, "--batch=64", *args.settings], "ours bf16"),
-        step(", document masks, Muon: the recipe", masks, muon, rows=32),
-        *(step(f", {row}", row=row) for row in reversed(step_rows(cfg))
-          if row.endswith("compiled") and not row.startswith("GPT-2")),
-        *((f"head, {n} tokens, {row}", head, row)
-          for row in ("ours", "compiled naive", *list(head_rows(device))[3:-1]))]
+FLAGS = {
+    "--minutes": dict(type=float, default=8, help="what does not fit in is left out, and said (8)"),
+    "--results": dict(default="out/gpu.jsonl", help="file to which results are appended (out/gpu.jsonl)"),
+    "--tiny": dict(action="store_true", help="all of it at a size for a CPU, a minute: whether the script works"),
+}
+TINY = ["--vocab_size=512", "--d_model=64", "--n_layers=2", "--n_heads=4", "--n_kv_heads=2", "--head_dim=16",
+        "--d_ff=128", "--seq_len=64", "--max_seq_len=64", "--compile=false"]
+LEARNING = 0.25  # of the time, at least
+KINDS = {  # a kernel's or operator's part by its name, the first that fits
+    "attention": r"flash|fmha|attention|attn|flex|triton_tem",
+    "matmuls": r"gemm|nvjet|cutlass|xmma|cublas|aten::\w*mm\b", "the rest": ""}
 
 
-def row(args, device) -> dict:
-    """The ceilings."""
-    dtype = pick_dtype(settings(args)[1].dtype, device)
-    return dict(row=args.row, gemm_flops=matmul_rate(device, dtype), copy_bytes_per_s=copy_rate(device),
+def sequences(device) -> int:
+    """Of a micro batch: as configs/ have them for 80 GB and for 24."""
+    if device.type == "cpu":
+        return 4
+    return 32 if torch.cuda.get_device_properties(device).total_memory > 60e9 else 8
+
+
+def recipe(args, device):
+    """Settings of configs/stack100m.py's step, at this device's micro batch."""
+    return settings(args, "--seq_len=2048", "--doc_mask=true", "--optimizer=muon", "--dtype=auto",
+                    f"--micro_batch_size={sequences(device)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fast
+
+
+def ceilings(args, device) -> dict:
+    """What matmuls, copies and reads reach here."""
+    dtype = pick_dtype(recipe(args, device)[1].dtype, device)
+    return dict(gemm_flops=matmul_rate(device, dtype), copy_bytes_per_s=copy_rate(device),
                 read_bytes_per_s=read_rate(device), peak_flops=peak_flops(device, dtype))
 
 
+def by_kind(call, device) -> dict:
+    """Milliseconds of one call's kernels (on a CPU operators), by KINDS."""
+    cuda = device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as seen:
+        call()
+        if cuda:
+            torch.cuda.synchronize(device)
+    ms = dict.fromkeys(KINDS, 0.0)
+    for event in seen.key_averages():
+        if not cuda or event.device_type == torch.autograd.DeviceType.CUDA:
+            name = next(name for name, words in KINDS.items() if re.search(words, event.key))
+            ms[name] += (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
+    return ms
+
+
+def step_by_parts(args, device) -> dict:
+    """A micro step's blocks and head, and the optimizers: wall clock of each, and its kernels by kind."""
+    model_cfg, cfg = recipe(args, device)
+    dtype, model = pick_dtype(cfg.dtype, device), GPT(model_cfg).to(device)
+    if cfg.compile:
+        twins.compile_blocks(model, device)
+    optimizers = make_optimizers(model, optimizer=cfg.optimizer)
+    x, y, docs = random_batch(model_cfg, cfg.micro_batch_size, cfg.seq_len, device)
+    states = torch.randn(x.numel(), model_cfg.d_model, device=device, requires_grad=True)
+
+    def blocks():
+        with autocast(device, dtype):
+            hidden = model.hidden(x, docs=docs)
+        hidden.backward(torch.ones_like(hidden))
+
+    def head():
+        with autocast(device, dtype):
+            loss = model.cross_entropy(states, model.head_weight, y.flatten(), z_loss=cfg.z_loss)
+        loss.backward()
+
+    def optimizer():
+        for one in optimizers:
+            one.step()
+    seen = {}
+    for part in (blocks, head, optimizer):  # in this order: the last one needs the gradients of the others
+        times = seconds(part, device, args.repeats)
+        seen[f"{part.__name__}_ms"] = sorted(times)[len(times) // 2] * 1e3
+        seen |= {f"{part.__name__}_{name.replace(' ', '_')}_ms": ms for name, ms in by_kind(part, device).items() if ms}
+    return seen
+
+
+def attention(args, device) -> dict:
+    """Forward and backward of one layer's attention under document masks, in the ways there are; without, beside it."""
+    model_cfg, cfg = recipe(args, device)
+    B, T, H, K, D = cfg.micro_batch_size, cfg.seq_len, model_cfg.n_heads, model_cfg.n_kv_heads, model_cfg.head_dim
+    docs, dtype = random_batch(model_cfg, B, T, device)[2], pick_dtype(cfg.dtype, device)
+    q, k, v = (torch.randn(B, n, T, D, device=device, dtype=dtype, requires_grad=True) for n in (H, K, K))
+
+    def causal(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K)
+
+    def boolean(q, k, v, docs=docs):
+        mask = (docs[:, :, None] == docs[:, None]).tril()[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=H != K)
+    ways = {"sdpa_causal": causal}
+    if device.type == "cpu":
+        ways["sdpa_boolean"] = boolean
+    else:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        block_mask = create_block_mask(lambda b, h, q, k: (q >= k) & (docs[b, q] == docs[b, k]), B, None, T, T,
+                                       str(device))
+        flex = torch.compile(flex_attention, dynamic=False)
+        ways["flex"] = lambda q, k, v: flex(q, k, v, block_mask=block_mask, enable_gqa=H != K)
+        begins = torch.cat((torch.ones(B, 1, dtype=torch.bool, device=device), docs[:, 1:] != docs[:, :-1]), 1)
+        starts = torch.cat((begins.flatten().nonzero().flatten(), torch.tensor([B * T], device=device))).int()
+        longest = int(starts.diff().max())
+
+        def varlen(q, k, v):
+            from torch.nn.attention.varlen import varlen_attn
+            grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+            flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            return varlen_attn(*flat, starts, starts, longest, longest, window_size=(-1, 0), **grouped).unflatten(
+                0, (B, T)).transpose(1, 2)
+        ways["varlen"] = varlen
+    seen, want = {}, boolean(*(x[:1] for x in (q, k, v)), docs[:1]).float()
+    for name, way in ways.items():
+        def both(way=way):
+            out = way(q, k, v)
+            out.backward(torch.ones_like(out))
+            return out
+        try:
+            if name != "sdpa_causal":
+                seen[f"{name}_error"] = ((both()[:1].float() - want).norm() / want.norm()).item()
+            times = seconds(both, device, args.repeats)
+            seen[f"{name}_ms"] = sorted(times)[len(times) // 2] * 1e3
+        except Exception as error:  # this way is not to be had here; the others are
+            seen[f"{name}_failed"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return seen | dict(ok=all(value < 0.02 for name, value in seen.items() if name.endswith("_error")))
+
+
+def head_chunks(args, device) -> dict:
+    """The loss head over chunk sizes: what CHUNK_BYTES in model.py should be here."""
+    model_cfg, cfg = recipe(args, device)
+    tokens = cfg.micro_batch_size * cfg.seq_len
+    dtype = str(pick_dtype(cfg.dtype, device)).removeprefix("torch.")
+    args.n_tokens, args.d_model, args.vocab, args.dtype = tokens, model_cfg.d_model, model_cfg.padded_vocab_size, dtype
+    hidden, weight, targets = head_inputs(args, device)
+    seen, ours = {}, head_rows(device)["ours"]
+    for chunk in sorted({min(2**k, tokens) for k in range(9, 15)}):
+        times = seconds(lambda chunk=chunk: ours(hidden, weight, targets, chunk=chunk).backward(), device, args.repeats)
+        seen[f"chunk_{chunk}_ms"] = sorted(times)[len(times) // 2] * 1e3
+    return seen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning
+
+
+def learned_tokenizer(texts, vocab_size: int) -> Tokenizer:
+    """By Hugging Face's tokenizers, which transformers brings, where prepare.py would have rustbpe."""
+    from tokenizers import Regex, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Theirs
+    bpe = Theirs(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIALS), initial_alphabet=list(LETTERS), show_progress=False))
+    byte = {letter: value for value, letter in enumerate(LETTERS)}
+    words = sorted(bpe.get_vocab(), key=bpe.token_to_id)
+    return Tokenizer(PATTERN, {bytes(map(byte.get, word)): rank for rank, word in enumerate(words)},
+                     {name: len(words) + i for i, name in enumerate(SPECIALS)})
+
+
+def learning(args, device) -> dict:
+    """Prepare, train until the time is over, append the lines of the run's log as they come."""
+    end, (model_cfg, cfg), folder = time.monotonic() + 60 * args.minutes, recipe(args, device), Path(args.folder)
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = [library / "json"] if args.tiny else ["stdlib", *{sysconfig.get_path(x) for x in ("purelib", "platlib")}]
+    texts = (path.read_text(errors="ignore") for path in itertools.islice(
+        (library / "json" if args.tiny else library).rglob("*.py"), 1000))
+    learned_tokenizer(texts, model_cfg.vocab_size).save(folder)
+    prepared = subprocess.run(
+        [sys.executable, "prepare.py", *map(str, sources), "--tokenizer", str(folder), "--out", str(folder / "data"),
+         "--val_fraction", "0.1" if args.tiny else "0.01", "--max_bytes", "200e6", "--skip_bad"],
+        cwd=ROOT, capture_output=True, text=True, timeout=max(end - time.monotonic(), 1))
+    if prepared.returncode:
+        raise RuntimeError(prepared.stderr.strip().splitlines()[-1])
+    steps = ["--max_steps=30", "--eval_interval=10", "--warmup_steps=5"] if args.tiny else [
+        "--max_steps=1000000", "--eval_interval=100", "--warmup_steps=50"]
+    command = [sys.executable, "train.py", "configs/stack100m.py", *args.settings, *steps, "--doc_mask=true",
+               f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'run'}", f"--device={device}",
+               f"--micro_batch_size={cfg.micro_batch_size}", "--schedule=wsd", "--decay_fraction=0",
+               f"--batch_tokens={2 * cfg.micro_batch_size * cfg.seq_len}", "--log_interval=10", "--save_interval=0",
+               "--sample_interval=0", "--eval_first", f"--eval_tokens={64 * cfg.seq_len}"]
+    told, stopping = [], False
+    with open(folder / "said", "w+") as said:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            while True:
+                code = run.poll()
+                for line in read_log(folder / "run/log.jsonl")[len(told):]:
+                    append(args, device, "learning", "log", **line)
+                    told.append(line)
+                if code is not None:
+                    break
+                if not stopping and time.monotonic() > end:  # it finishes its step, saves and ends
+                    run.send_signal(signal.SIGINT)
+                    stopping = True
+                time.sleep(0.3)
+        finally:
+            run.kill()
+        said.seek(0)
+        last = said.read().strip().splitlines()[-1:]
+    held_out = [line["val_bpb"] for line in told if "val_bpb" in line]
+    speeds = [line["tok_per_s"] for line in told if "tok_per_s" in line]
+    seen = dict(bits_per_byte_first=held_out[0] if held_out else None, bits_per_byte=held_out[-1] if held_out else None,
+                tok_per_s=speeds[-1] if speeds else None, tokens=told[-1].get("tokens") if told else 0)
+    if code:
+        seen["failed"] = f"train.py ended with {code}: {''.join(last)}"
+    return seen | dict(ok=not code and len(held_out) > 1 and held_out[-1] < held_out[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The script
+
+MEASURED = {"ceilings": ceilings, "step by parts": step_by_parts, "attention": attention, "head chunks": head_chunks}
+
+
+def plan(args, device) -> list[tuple[str, str, list[str], str]]:
+    """(part, what, command, row), the most telling first; the rows of command gpu with commas between them share a
+    process."""
+    model_cfg, cfg = recipe(args, device)
+    rows, T, how = sequences(device), cfg.seq_len, "eager" if args.tiny else "compiled"
+    common = [f"--repeats={args.repeats}", f"--device={device}"]
+    gpu = ["gpu", *common, "--results", args.results, *["--tiny"] * args.tiny, *args.settings]
+    right = list(CHECKS)
+    alone = right.index("resume to the bit")  # first in its process: cuBLAS reads once whether to be deterministic
+
+    def step(what, *changes, row="ours", rows=rows):
+        command = ["step", *common, "--seq_len=2048", *args.settings, f"--micro_batch_size={rows}", *changes]
+        return "fast", f"step, {rows} x {T}, {what}{f', {row}' * (row != 'ours')}", command, row
+    recipe_is = ["--doc_mask=true", "--optimizer=muon"]
+    head = ["head", *common, f"--n_tokens={rows * T}", f"--d_model={model_cfg.d_model}",
+            f"--vocab={model_cfg.padded_vocab_size}",
+            f"--dtype={str(pick_dtype(cfg.dtype, device)).removeprefix('torch.')}"]
+    peers = [row for row in reversed(step_rows(settings(args)[1])) if row.endswith(how) and not row.startswith("GPT-2")]
+    theirs = [row for row in head_rows(device) if row in ("Liger-Kernel", "cut-cross-entropy")]
+    sample = ["sample", *common, "--batch=64", *args.settings]
+    if args.tiny:
+        sample += ["--prompt_tokens=4", "--new_tokens=5", "--prefill_tokens=8"]
+    return [
+        ("right", "", gpu, ",".join(right[:alone])),
+        ("fast", "", gpu, "ceilings,step by parts"),
+        step("documents, Muon: the recipe", *recipe_is),
+        ("right", "", gpu, ",".join(right[alone:])),
+        ("fast", "", gpu, "attention,head chunks"),
+        step("AdamW"), step("AdamW", rows=rows // 2),
+        *(step("AdamW", row=row, rows=rows // 2) for row in peers[:2]),
+        ("fast", "sample, batch 1 and 64", sample, "ours bf16"),
+        *(("fast", f"head, {rows * T} tokens, {row}", head, row) for row in ("ours", *theirs, "naive" if args.tiny else
+                                                                      "compiled naive")),
+        step("documents, Muon, remat selective", *recipe_is, "--remat=selective"),
+        *(step("AdamW", row=row, rows=rows // 2) for row in peers[2:]),
+        ("learning", "", gpu, "learning")]
+
+
+def append(args, device, part: str, row: str, **seen) -> dict:
+    """One more line in the file."""
+    line = dict(bench="gpu", part=part, row=row, **seen, device=machine(device), torch=torch.__version__,
+                time=time.strftime("%Y-%m-%d %H:%M:%S"))
+    with open(args.results, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return line
+
+
+def row(args, device) -> dict:
+    """The functions named in args.row, a line each.  One that fails ends the process: after a fault of CUDA's nothing
+    in it works any more."""
+    for name in args.row.split(","):
+        part = "right" if name in CHECKS else "fast" if name in MEASURED else "learning"
+        try:
+            append(args, device, part, name, **({**CHECKS, **MEASURED, "learning": learning}[name])(args, device))
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0]
+            append(args, device, part, name, failed=f"{type(error).__name__}: {said}")
+            break
+    return dict(row=args.row)
+
+
+def machine_facts(device) -> dict:
+    """What the numbers are of."""
+    seen = dict(python=platform.python_version(), cuda=torch.version.cuda, packages={})
+    for name in ("numpy", "triton", "transformers", "litgpt", "liger-kernel", "cut-cross-entropy"):
+        if importlib.util.find_spec(name.replace("-", "_")):
+            with contextlib.suppress(PackageNotFoundError):  # an image's own build
+                seen["packages"][name] = version(name)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        seen["commit"] = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True, check=True,
+                                        capture_output=True).stdout.strip()
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        seen |= dict(memory_gb=about.total_memory / 1e9, capability=f"{about.major}.{about.minor}",
+                     processors=about.multi_processor_count)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            seen["card"] = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm",
+                                           "--format=csv,noheader"], text=True, check=True, capture_output=True,
+                                          timeout=20).stdout.strip().splitlines()
+    return seen
+
+
 def note(x) -> str:
-    """What a row has to say besides its columns."""
-    if "gemm_flops" in x:
-        return (f"matmuls {x['gemm_flops'] / 1e12:.3g} TFLOP/s, copying {x['copy_bytes_per_s'] / 1e9:,.0f} GB/s, "
-                f"reading {x['read_bytes_per_s'] / 1e9:,.0f} GB/s")
-    if x.get("batch_tok_per_s"):
-        return f"batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill {x['prefill_tok_per_s']:,.0f}"
+    """What a line has to say besides its columns."""
+    if "failed" in x:
+        return x["failed"]
     if "optimizer_seconds" in x:
         return f"first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
-    return x.get("failed", "")
+    if x.get("batch_tok_per_s"):
+        return f"batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill {x['prefill_tok_per_s']:,.0f}"
+    columns = {"tok_per_s", "seconds", "seconds_min", "seconds_max", "peak_mib", "of_gemm", "of_bandwidth", "mfu"}
+    told = {key: value for key, value in x.items() if key not in columns and type(value) in (int, float)}
+    if x["row"] == "log":
+        told = {key: x[key] for key in ("step", "loss", "tok_per_s", "val_bpb") if x.get(key) is not None}
+    return {True: "as it should: ", False: "WRONG: "}.get(x.get("ok"), "") + ", ".join(
+        f"{key} {value:.3g}" for key, value in told.items())
+
+
+def derived(x, told, batch_tokens: int) -> dict:
+    """A row's figures against the ceilings, where those are known; a step's in a whole batch of micro steps."""
+    known = next((line for line in told if line["row"] == "ceilings" and "failed" not in line), {})
+    gemm, reading, peak = (known.get(key) for key in ("gemm_flops", "read_bytes_per_s", "peak_flops"))
+    flops = x["tok_per_s"] * x["flops_per_token"] if "flops_per_token" in x else None
+    limit = reading / x["weight_bytes"] if reading and "weight_bytes" in x else None
+    seen = dict(of_gemm=flops and gemm and flops / gemm, mfu=flops and peak and flops / peak,
+                of_bandwidth=limit and x["tok_per_s"] / limit)
+    if "optimizer_seconds" in x:
+        micro = x["seconds"] - x["optimizer_seconds"]
+        whole = batch_tokens / (x["tok_per_s"] * x["seconds"]) * micro + x["optimizer_seconds"]
+        seen |= dict(micro_step_seconds=micro, whole_step_seconds=whole, whole_step_tok_per_s=batch_tokens / whole)
+    return x | seen
+
+
+def together(args, device, part: str, command: list[str], names: list[str], seconds_left, cache: str):
+    """The functions of these names in one process, in another one again from where it ended too early."""
+    while names and (left := seconds_left()) > 5:
+        before, folder = len(read_log(args.results)), tempfile.mkdtemp(dir=args.folder)
+        limits = [f"--minutes={max(left - 30, 5) / 60}", f"--folder={folder}"]  # 30: to save, and to end
+        ended = run_row([*command, *limits], ",".join(names), timeout=left if part == "learning" else min(left, 150),
+                        cache=cache)
+        done = {line["row"] for line in read_log(args.results)[before:]}
+        if "failed" in ended and (without := [name for name in names if name not in done]):
+            append(args, device, part, without[0], failed=ended["failed"])
+            done.add(without[0])
+        names = [name for name in names if name not in done]
+    for name in names:
+        append(args, device, part, name, failed="no time left")
 
 
 def run(args, device) -> bool:
-    results, start, ceilings = [], time.monotonic(), {}
-    for what, command, row in gpu_parts(args, device):
-        left = args.minutes * 60 - (time.monotonic() - start)
-        x = run_row(command, row, timeout=min(left, 150)) if left > 5 else dict(row=row, failed="no time left")
-        ceilings = ceilings or x  # the first part
-        gemm, reading, peak = (ceilings.get(key) for key in ("gemm_flops", "read_bytes_per_s", "peak_flops"))
-        flops = x["tok_per_s"] * x["flops_per_token"] if "flops_per_token" in x else None
-        limit = reading / x["weight_bytes"] if reading and "weight_bytes" in x else None
-        x |= dict(part=what, of_gemm=flops and gemm and flops / gemm, mfu=flops and peak and flops / peak,
-                  of_bandwidth=limit and x["tok_per_s"] / limit)
-        results.append(x)
-        if args.json:
-            print_json("gpu", device, **x)
-        print(f"bench: {time.monotonic() - start:4.0f} s  {what}: {note(x) or 'done'}", file=sys.stderr)
+    args.settings = [*TINY * args.tiny, *args.settings]
+    args.repeats = min(args.repeats, 2) if args.tiny else args.repeats
+    args.results = str(Path(args.results).absolute())
+    Path(args.results).parent.mkdir(parents=True, exist_ok=True)
+    batch_tokens, cache = recipe(args, device)[1].batch_tokens, str(Path(args.folder) / "compiled")
+    told, before, start = [], len(read_log(args.results)), time.monotonic()
+
+    def seconds_left(part):
+        return args.minutes * 60 * (1 if part == "learning" else 1 - LEARNING) - (time.monotonic() - start)
+
+    def tell():
+        for line in read_log(args.results)[before + len(told):]:
+            told.append(line)
+            if args.json:
+                print(json.dumps(line), flush=True)
+            print(f"bench: {time.monotonic() - start:4.0f} s  {line['part']}: {line.get('what', line['row'])}: "
+                  f"{note(line)[:300] or 'done'}", file=sys.stderr)
+    append(args, device, "machine", "machine", **machine_facts(device))
+    for part, what, command, name in plan(args, device):
+        left = functools.partial(seconds_left, part)
+        if command[0] == "gpu":
+            together(args, device, part, command, name.split(","), left, cache)
+        else:
+            x = run_row(command, name, timeout=min(left(), 150), cache=cache) if left() > 5 else dict(
+                row=name, failed="no time left")
+            append(args, device, part, what=what, **derived(x, told, batch_tokens))
+        tell()
     if not args.json:
         print_table(device, f"One card, {args.repeats} repeats", {
-            "": "part", "tokens/s": "tok_per_s", "ms": lambda x: x["seconds"] * 1e3 if "seconds" in x else None,
-            "MFU": "mfu%", "of the matmul rate": "of_gemm%", "of the bandwidth": "of_bandwidth%",
-            "peak MiB": "peak_mib", "note": note}, results)
-    return any("failed" in x for x in results)
+            "": lambda x: x.get("what", x["row"]), "tokens/s": "tok_per_s",
+            "ms": lambda x: x["seconds"] * 1e3 if "what" in x and "seconds" in x else None, "MFU": "mfu%",
+            "of the matmul rate": "of_gemm%", "of the bandwidth": "of_bandwidth%", "peak MiB": "peak_mib",
+            "note": note}, [line for line in told if line["part"] != "machine" and line["row"] != "log"])
+    return any("failed" in line or line.get("ok") is False for line in told)

@@ -2,7 +2,7 @@
 
 Ours is train.py itself: the row's process runs it, as `python train.py` does, on random tokens, and reads its log.  The
 others have the plain loop below.  What neither says is seen by Watch.  Tokens/s are held against counts.flops_per_token
-(causal) at the rate of one large matmul.
+(causal, or what document masks leave) at the rate of one large matmul.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from stack.train_config import TrainConfig
 
 DEFAULTS = ["--seq_len=1024", "--micro_batch_size=2", "--optimizer=adamw", "--doc_mask=false", "--dtype=bfloat16"]
 FLAGS = {}
+DOCUMENT = 500  # tokens of one, on average
 
 
 def settings(args, *defaults: str) -> tuple[ModelConfig, TrainConfig]:
@@ -88,15 +89,21 @@ class Watch:
                     step_mib=None if self.above is None else round(self.above + weights / 2**20, 1))
 
 
-def write_data(folder, model_cfg: ModelConfig, cfg: TrainConfig):
-    """A data set of random tokens, in documents of 500 on average."""
+def write_data(folder, model_cfg: ModelConfig, cfg: TrainConfig, different: int | None = None):
+    """A data set of random tokens, in documents of DOCUMENT on average; of `different` ones it can be learned."""
     words, rng = peers.made_tokenizer(model_cfg.vocab_size), np.random.default_rng(0)
     n, end = 64 * cfg.micro_batch_size * cfg.seq_len + 1, words.boundary_id  # special tokens have the last ids
-    ids = np.where(rng.random(n) < 1 / 500, end, rng.integers(0, end, n))
+    ids = np.where(rng.random(n) < 1 / DOCUMENT, end, rng.integers(0, different or end, n))
     facts = dict(fingerprint=words.fingerprint, vocab_size=words.vocab_size)
     entry = write_shard(Path(folder) / "train_000000.bin", ids, **facts)
     write_meta(folder, sources=[], boundary_id=end, splits={"train": [{**entry, "documents": 0, "bytes": 0}]}, **facts)
     words.save(folder)
+
+
+def needed_flops(model_cfg: ModelConfig, cfg: TrainConfig) -> int:
+    """Of a token, forward and backward; under document masks without what they hide."""
+    flops = flops_per_token(model_cfg, cfg.seq_len, DOCUMENT if cfg.doc_mask else None)
+    return flops.get("doc_masked", flops["causal"])
 
 
 def our_steps(args, model_cfg: ModelConfig, cfg: TrainConfig) -> list[dict]:
@@ -160,8 +167,7 @@ def row(args, device) -> dict:
         row=args.row, tok_per_s=cfg.micro_batch_size * cfg.seq_len / statistics.median(times), **spread(times),
         first_seconds=lines[0]["step_ms"] / 1e3 - watch.looking, loss=lines[0]["loss"], **watch.seen(),
         data_wait=statistics.median(line["data_wait"] for line in lines[-args.repeats:]),
-        flops_per_token=flops_per_token(peers.gpt2_shape(model_cfg) if peer == "GPT-2" else model_cfg,
-                                        cfg.seq_len)["causal"])
+        flops_per_token=needed_flops(peers.gpt2_shape(model_cfg) if peer == "GPT-2" else model_cfg, cfg))
 
 
 def run(args, device) -> bool:
@@ -169,7 +175,7 @@ def run(args, device) -> bool:
     rows, dtype = choose(args, step_rows(cfg)), pick_dtype(cfg.dtype, device)
     rate, peak = matmul_rate(device, dtype), peak_flops(device, dtype)
     dtype = str(dtype).removeprefix("torch.")
-    floor = dict(row="floor: the matmuls", tok_per_s=rate / flops_per_token(model_cfg, cfg.seq_len)["causal"])
+    floor = dict(row="floor: the matmuls", tok_per_s=rate / needed_flops(model_cfg, cfg))
     what = (f"Training step, {cfg.micro_batch_size} x {cfg.seq_len} tokens, {cfg.optimizer} (peers: adamw), {dtype}, "
             f"document masks {'on' if cfg.doc_mask else 'off'}, matmuls {rate / 1e9:,.0f} GFLOP/s, median of "
             f"{args.repeats}")

@@ -1,5 +1,5 @@
-# Stack-100M on one 24 GB GPU: the run of stack100m.py, 8 sequences at a time (peak about 11 GB compiled, 18 GB eager)
-# time, estimated: tokens * 7.97e8 FLOPs = 1.59e19 at 40 % of an RTX 4090's 165 TFLOPS: 67 h
+# Stack-100M on one 24 GB GPU: the run of stack100m.py, 8 sequences at a time (peak about 11 GB compiled, 22 GB eager)
+# time, estimated: account.py's roofline, an optimistic end: RTX 4090 49 h (113k tokens/s)
 # loss, estimated: as stack100m.py, whose batches and updates are the same: 2.97 nats per token
 # python train.py configs/stack100m_24gb.py   (make data/stack100m first: README, "The run this is for")
 

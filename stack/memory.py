@@ -55,14 +55,17 @@ def train_state_bytes(model: GPT, optimizers: list[Optimizer]) -> int:
     return n_bytes
 
 
-def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str = "none") -> dict[str, int]:
+def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str = "none",
+                     mask_keys: int = 0) -> dict[str, int]:
     """Bytes per token that autograd keeps: of one block, and of everything around the blocks.
 
     The residual stream is fp32 (the table is, and bf16 branches are added to it).  A norm keeps its input and 1/rms,
     RMSNorm also the normalised values, which its gain multiplies.  Under autocast each linear casts the fp32 norm
     output for itself, so those of q, k and v keep three copies.  Attention keeps q, k, v, its output and the
     log-sum-exp per head.  Compiled, the fp32 intermediates are computed again from the block's input and the matmuls'
-    outputs.  remat="block" keeps the block's input alone, "selective" also what its matmuls and attention return.
+    outputs.  mask_keys: keys that a boolean mask has, of documents where nothing is compiled: each layer adds it to its
+    scores as numbers, which it keeps.  remat="block" keeps the block's input alone, "selective" also what its matmuls
+    and attention return.
     """
     C, F, H, K = cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads
     q, kv, heads = H * cfg.head_dim, K * cfg.head_dim, 4 * (H + K)  # heads: 1/rms of each, or the log-sum-exp
@@ -82,6 +85,7 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str =
     else:
         copies = (3 + up // F) if low < 4 else 2  # of norm outputs
         block = 2 * norm + attention + low * (copies * C + 2 * up) + (8 * (q + kv) + heads) * cfg.qk_norm + 2 * dropped
+        block += low * mask_keys
     ids_and_targets = 16
     return {"block": block, "around": norm + 4 * C + dropped + ids_and_targets}
 

@@ -1,6 +1,7 @@
 """Every figure account.py prints is what the real thing has, keeps, reads or computes."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -11,12 +12,13 @@ import torch
 from conftest import ROOT, document_ids, tiny_config
 from test_memory import GPT2, LiveStorage
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 import account
 import model as model_py
 from model import GPT, Block, KVCache, ModelConfig
-from stack import memory
+from stack import memory, roofline
 from stack.config import load
 from stack.counts import build, mean_keys
 from stack.optim import make_optimizers
@@ -279,6 +281,55 @@ def test_hours_of_20b_tokens():
         assert account.run_hours(flops, account.PEAK_TFLOPS[name], mfu) == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.parametrize("path", CONFIGS)
+def test_the_roofline_is_its_parts(path):
+    """Tokens a second and hours are those of the parts' sum; MFU is what train.py would log."""
+    cfg, train = settings(path)
+    a = account.account(cfg, train)
+    for name, gpu in a["gpus"].items():
+        line = gpu["roofline"]
+        seconds = sum(line["micro_step_ms"].values()) / 1e3
+        assert line["tok_per_s"] == pytest.approx(train.micro_batch_size * train.seq_len / seconds)
+        assert line["hours"] == pytest.approx(a["tokens"] / line["tok_per_s"] / 3600)
+        flops = a["flops_doc_masked" if train.doc_mask else "flops_causal"]
+        assert line["mfu"] * account.PEAK_TFLOPS[name] * 1e12 == pytest.approx(line["tok_per_s"] * flops)
+        assert 0 < line["mfu"] < 1 and all(ms > 0 for ms in line["micro_step_ms"].values())
+
+
+def test_a_gpu_with_endless_bandwidth_multiplies_only(monkeypatch):
+    """Then a micro step is the 6N of matrices and head and, at its own rate, attention; three and a half times forward.
+    Recomputation does the forward part again."""
+    monkeypatch.setitem(roofline.GPUS, "H100", (80, 1e12, 1.0, 989, 989))
+    monkeypatch.setattr(roofline, "IDLE", 0.0)
+    monkeypatch.setattr(roofline, "TILE", 0)
+    model = build(ModelConfig())
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+    def parts(dtype=torch.bfloat16, **changes):
+        train = TrainConfig(doc_mask=False, optimizer="adamw", **changes)
+        return roofline.micro_step(model, make_optimizers(model, optimizer="adamw"), train, "H100", dtype=dtype,
+                                   mean_doc_len=1000)
+    whole, again, twice = parts(), parts(remat="block"), parts(torch.float32)
+    matmuls, N = whole["block matmuls"] + whole["head matmuls"], 32 * 2048
+    assert matmuls * 989e12 == pytest.approx(6 * matrices * N)
+    forward = 4 * 512 * 30 * mean_keys(2048) * N / 989e12
+    assert whole["attention"] == pytest.approx(3.5 * forward)
+    assert again["attention"] == pytest.approx(4.5 * forward)
+    assert again["block matmuls"] == pytest.approx(4 / 3 * whole["block matmuls"])
+    assert sum(twice.values()) == pytest.approx(2 * sum(whole.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize("mean_len", [500, 1000])
+def test_attention_under_a_block_mask_sees_whole_tiles(mean_len):
+    """Keys a query meets, those among them that are masked after all, are half a tile more at the diagonal and where a
+    document begins: as FlexAttention's own mask has it."""
+    B, T = 64, 2048
+    docs = (torch.rand(B, T, generator=torch.Generator().manual_seed(0)) < 1 / mean_len).cumsum(1)
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) & (docs[b, q] == docs[b, k]), B, None, T, T, "cpu")
+    tiles = (mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item()
+    assert tiles * roofline.TILE**2 / (B * T) == pytest.approx(mean_keys(T, mean_len) + roofline.TILE, rel=0.05)
+
+
 @pytest.mark.parametrize("vocab, rows", [
     (50257, (50304, 50432, 50688, 51200)), (32768, (32768,) * 4), (128256, (128256, 128256, 128512, 129024)),
     (32000, (32000, 32000, 32256, 32768))])
@@ -291,6 +342,14 @@ def test_every_config_states_its_cost_in_four_lines(path):
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
     assert all(line.startswith("# ") for line in lines[:4]) and not lines[4].startswith("#")
     assert f"train.py {path}" in lines[3]
+
+
+@pytest.mark.parametrize("path, ranks", [("configs/stack100m.py", 1), ("configs/stack100m_24gb.py", 1),
+                                         ("configs/gpt2.py", 8)])
+def test_hours_in_a_configs_head_are_the_rooflines(path, ranks):
+    said = re.findall(r"(A100|H100|H200|RTX 4090) (\d+) h", (ROOT / path).read_text(encoding="utf-8"))
+    gpus = account.account(*settings(path))["gpus"]
+    assert said and all(int(hours) == round(gpus[name]["roofline"]["hours"] / ranks) for name, hours in said)
 
 
 @pytest.mark.parametrize("path", CONFIGS)

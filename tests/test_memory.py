@@ -82,6 +82,16 @@ def test_activations_are_what_autograd_keeps(shape, dtype, compiled):
     assert cfg.n_layers * of["block"] + of["around"] == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.parametrize("low", [2, 4])
+def test_a_boolean_mask_is_kept_as_numbers(low):
+    """Per layer, eager only: a GPU's attention adds it to the scores, as `make trace` sees; a block mask is none."""
+    def block(**options):
+        return memory.activation_bytes(tiny_config(), low, **options)["block"]
+    assert block(compiled=False, mask_keys=100) - block(compiled=False) == 100 * low
+    assert block(compiled=True, mask_keys=100) == block(compiled=True)
+    assert block(compiled=False, remat="block", mask_keys=100) == block(compiled=False, remat="block")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_recomputation_keeps_what_is_counted(shape, dtype):

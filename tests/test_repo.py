@@ -28,6 +28,7 @@ ALONE = {  # what each file that stands in stack/ itself may import
     "stack.compiled": set(), "stack.quantize": set(), "stack.spikes": set(),
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
     "stack.memory": {"stack.optim"},
+    "stack.roofline": {"stack.counts", "stack.device", "stack.memory", "stack.optim"},
     "stack.log": {"stack.config"},
     "stack.talk": {"stack.data"},
     "stack.train_config": {"stack.config"},

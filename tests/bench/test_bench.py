@@ -4,10 +4,12 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 
 import pytest
 import runs
@@ -17,10 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import model
 from bench import __main__ as bench
-from bench import gpu, head, measure, peers, prepare, sample, step
+from bench import checks, gpu, head, measure, peers, prepare, sample, step
 from model import GPT
-from stack import device
+from stack import device, twins
 from stack.counts import num_params
+from stack.data.batches import Batches
 from stack.exchange import gguf as ours_gguf
 from stack.exchange import hf
 
@@ -296,30 +299,150 @@ def test_growth(here, monkeypatch):
     assert table(layers)["2"]["KiB for each further layer"] == "3,072" and table(layers)["1"]["x the first"] == "1"
 
 
-def test_gpu_dry_run(here, monkeypatch):
-    """The script for a card runs whole on a CPU, every part of it; a part that breaks, and one there is no time for,
-    are rows like the others."""
-    code, out, err = here("gpu", *TINY)
-    assert code == 0, out + err
-    rows = table(out)
-    assert list(rows) == [what for what, _, _ in gpu.gpu_parts(argparse.Namespace(
-        settings=TINY[2:], repeats=1), torch.device("cpu"))]
-    assert "TFLOP/s" in rows["ceilings"]["note"] and rows["step, 16 x 32"]["of the matmul rate"].endswith("%")
-    assert rows["sample, batch 1 and 64"]["of the bandwidth"].endswith("%")
-    parts = gpu.gpu_parts
-    monkeypatch.setattr(gpu, "gpu_parts", lambda *args: [
-        part for part in parts(*args) if part[2] in ("ceilings", "ours bf16")])
-    ceilings, sampled = map(json.loads, here("gpu", "--json", *TINY)[1].splitlines())
-    assert sampled["of_bandwidth"] == pytest.approx(
-        sampled["tok_per_s"] * sampled["weight_bytes"] / ceilings["read_bytes_per_s"])
-    monkeypatch.setattr(gpu, "gpu_parts", lambda *args: [*parts(*args)[:2], parts(*args)[-1]])
-    monkeypatch.setattr(step, "write_data", lambda *args: 1 / 0)
-    code, out, _ = here("gpu", *TINY)
-    (_, first), (_, broken), (_, last) = table(out).items()
-    assert code == 1 and "TFLOP/s" in first["note"] and last["ms"]
-    assert broken["note"] == "ZeroDivisionError: division by zero"
-    code, out, _ = here("gpu", "--minutes=0", *TINY)
-    assert code == 1 and {row["note"] for row in table(out).values()} == {"no time left"}
+MISSING = """
+import importlib.machinery
+find = importlib.machinery.PathFinder.find_spec
+missing = {"rustbpe", "datasets", "pyarrow", "matplotlib", "wandb", "tensorboard", "gguf", "transformers", "jinja2",
+           "zstandard", "hypothesis", "pytest", "pandas", "litgpt", "llama_cpp"}
+importlib.machinery.PathFinder.find_spec = classmethod(
+    lambda cls, name, *rest: None if name.split(".")[0] in missing else find(name, *rest))
+"""
+
+
+def test_gpu_on_a_cpu_without_packages(tmp_path):
+    """The script for a card runs whole on a CPU where only what a CUDA image has is installed: a line for each check,
+    measurement and evaluation, every one as it should be."""
+    (tmp_path / "sitecustomize.py").write_text(MISSING)
+    results = tmp_path / "there" / "gpu.jsonl"
+    done = subprocess.run([sys.executable, "-m", "bench", "gpu", "--tiny", "--minutes=15", "--device=cpu",
+                           f"--results={results}"], cwd=ROOT, capture_output=True, text=True, timeout=900,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = list(map(json.loads, results.read_text().splitlines()))
+    rows = {line["row"]: line for line in lines}
+    assert lines[0]["row"] == "machine" and "transformers" not in lines[0]["packages"]
+    assert {*checks.CHECKS, *gpu.MEASURED, "ours", "plain eager", "ours bf16", "naive", "log", "learning"} == (
+        {*rows} - {"machine"})
+    assert all(rows[name]["ok"] for name in (*checks.CHECKS, "attention", "learning"))
+    assert rows["learning"]["bits_per_byte"] < rows["learning"]["bits_per_byte_first"] < 10
+    recipe = next(line for line in lines if line.get("what", "").endswith("the recipe"))
+    assert recipe["whole_step_seconds"] > recipe["micro_step_seconds"] and recipe["of_gemm"] > 0
+    assert set(table(done.stdout)) >= {*checks.CHECKS, "ceilings", recipe["what"]}
+
+
+@pytest.fixture
+def script(here, monkeypatch, tmp_path):
+    """script(*flags) -> (exit code, the new lines), of functions and rows that do nothing; broken: names that raise."""
+    broken = set()
+
+    def function(name):
+        def call(args, device):
+            if name in broken:
+                raise RuntimeError(f"{name} broke\nat length")
+            return dict(ok=True)
+        return call
+    for functions in (gpu.CHECKS, gpu.MEASURED):
+        for name in functions:
+            monkeypatch.setitem(functions, name, function(name))
+    monkeypatch.setattr(gpu, "learning", function("learning"))
+    in_process = measure.run_row
+
+    def run_row(command, row, **options):
+        return in_process(command, row, **options) if command[0] == "gpu" else dict(
+            row=row, failed=f"{row} broke") if row in broken else dict(row=row)
+    monkeypatch.setattr(gpu, "run_row", run_row)
+    results = tmp_path / "gpu.jsonl"
+
+    def call(*flags):
+        before = len(gpu.read_log(results))
+        code, out, err = here("gpu", "--tiny", "--device=cpu", f"--results={results}", *flags)
+        assert "Traceback" not in err
+        return code, gpu.read_log(results)[before:]
+    return call, broken
+
+
+ALL = [*checks.CHECKS, *gpu.MEASURED, "ours", "plain eager", "ours bf16", "naive", "learning"]
+
+
+def test_gpu_goes_on_where_a_part_fails(script):
+    """Each part made to fail by itself, and all together: its failure is in the file, and so are the others."""
+    run, broken = script
+    code, whole = run()
+    assert code == 0 and {line["row"] for line in whole} >= set(ALL)
+    for names in [[name] for name in ALL] + [ALL]:
+        broken |= set(names)
+        code, lines = run("--json")
+        assert code == 1 and [line["row"] for line in lines] == [line["row"] for line in whole]
+        assert {line["row"] for line in lines if "failed" in line} == broken
+        assert all(line["failed"].endswith(f"{line['row']} broke") for line in lines if line["row"] in broken)
+        broken.clear()
+    code, lines = run("--minutes=0")
+    assert code == 1 and {line.get("failed") for line in lines[1:]} == {"no time left"} and len(lines) == len(whole)
+
+
+def test_gpu_where_a_process_dies(script, monkeypatch):
+    """One that hangs or is killed takes nothing with it: what it had done is there, what it was doing failed, the rest
+    is done in another one."""
+    run, _ = script
+    in_process, first = gpu.run_row, next(iter(gpu.CHECKS))
+
+    def dies(command, row, **options):
+        names = row.split(",")
+        if "document masks" not in names:
+            return in_process(command, row, **options)
+        for name in names[:names.index("document masks")]:
+            in_process(command, name, **options)
+        return dict(row=row, failed="not ready after 150 s")
+    monkeypatch.setattr(gpu, "run_row", dies)
+    code, lines = run()
+    rows = {line["row"]: line for line in lines}
+    assert code == 1 and rows[first]["ok"] and rows["loss head"]["ok"]
+    assert rows["document masks"]["failed"] == "not ready after 150 s"
+    assert [line["row"] for line in lines if "failed" in line] == ["document masks"]
+
+
+def wrong_decoding(model):
+    model.decoder = lambda model, cache, docs: lambda ids: twins.plain_step(model, cache, docs)(ids) * 1.02
+
+
+def wrong_start(self, *args, start_seq=0, begin=Batches.__init__, **options):
+    begin(self, *args, **options)
+
+
+def wrong_run(model_cfg, cfg, trained=checks._trained, **changes):
+    return trained(model_cfg, replace(cfg, grad_clip=0.01 if changes["out_dir"].endswith("there") else 1.0), **changes)
+
+
+def wrong_part(*args, dp, cut=checks.parallelize, **options):
+    replica = cut(*args, dp=dp, **options)
+    with torch.no_grad():
+        next(replica.parameters()).mul_(1 + 0.1 * (dp == "fsdp"))
+    return replica
+
+
+WRONG = {  # check -> what makes it wrong
+    "flagship step": (model.MLP, "forward", lambda self, x: self.w_down(self.w_gate(x) * self.w_up(x))),
+    "document masks": (model.GPT, "mask", lambda self, where, size, docs: (
+        torch.arange(size) <= where[:, None])[None, None]),
+    "loss head": (checks.head, "head_rows", lambda device: {
+        "ours": lambda hidden, weight, targets, chunk: 1.001 * head.naive(hidden, weight, targets)}),
+    "decoding": (twins, "fast_decoding", wrong_decoding),
+    "id out of range": (checks, "fused_linear_cross_entropy", lambda *args: torch.zeros(())),
+    "resume to the bit": (Batches, "__init__", wrong_start),
+    "losses of the CPU": (checks, "_trained", wrong_run),
+    "one rank": (checks, "parallelize", wrong_part),
+}
+
+
+@pytest.mark.parametrize("name", checks.CHECKS)
+def test_gpu_checks_see_what_is_wrong(name, monkeypatch, tmp_path):
+    """Each check is false where what it looks at is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(*WRONG[name])
+    args = argparse.Namespace(settings=[*gpu.TINY, f"--compile={str(name == 'decoding').lower()}"])
+    assert checks.CHECKS[name](args, torch.device("cpu"))["ok"] is False
+    torch.compiler.set_stance("default")
 
 
 def test_a_row_that_hangs():

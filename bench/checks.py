@@ -1,0 +1,222 @@
+"""Whether a card computes what it should, each check against something that cannot be wrong in the same way.
+
+A check is a function of (args, device) to what it saw, "ok" among it; `python -m bench gpu` runs them.  On a CPU they
+run too: that proves the script, and of the card nothing.
+"""
+
+import argparse
+import copy
+import functools
+import math
+import runpy
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from bench import head, peers
+from bench.measure import ROOT
+from bench.step import DOCUMENT, settings, write_data
+from model import GPT, fused_linear_cross_entropy, generate
+from stack import twins
+from stack.device import autocast, pick_dtype
+from stack.log import read_log
+from stack.parallel.ranks import Ranks
+from stack.parallel.sharding import local, parallelize
+
+SMALL = ["--d_model=64", "--n_layers=2", "--n_heads=4", "--n_kv_heads=2", "--head_dim=16", "--d_ff=128",
+         "--vocab_size=512", "--seq_len=128", "--max_seq_len=128", "--micro_batch_size=4", "--doc_mask=true"]
+
+
+def _distance(got, want) -> float:
+    """Of two lists of tensors, as a share of the second one's norm."""
+    squares = [((a.double() - b.double()).square().sum().item(), b.double().square().sum().item())
+               for a, b in zip(got, want, strict=True)]
+    return math.sqrt(sum(a for a, _ in squares) / sum(b for _, b in squares))
+
+
+def _loss_and_gradients(call, model, device, dtype) -> tuple[float, list]:
+    with autocast(device, dtype):
+        loss = call()
+    loss.backward()
+    grads = [local(p.grad) for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return loss.item(), grads
+
+
+def random_batch(model_cfg, rows: int, length: int, device):
+    """ids, targets and documents (B, T), of DOCUMENT tokens on average."""
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model_cfg.vocab_size, (rows, length + 1), generator=draws).to(device)
+    docs = (torch.rand(rows, length, generator=draws) < 1 / DOCUMENT).cumsum(1).to(device)
+    return ids[:, :-1], ids[:, 1:], docs
+
+
+def _beside_plain(args, device, documents: bool) -> dict:
+    model_cfg, cfg = settings(args, "--seq_len=2048")
+    torch.manual_seed(0)
+    ours, (plain, loss_of) = GPT(model_cfg).to(device), peers.trained("plain", model_cfg, device)
+    plain.load_state_dict({name.replace(".attn.", ".").replace(".mlp.", "."): tensor
+                           for name, tensor in ours.state_dict().items()})
+    named = dict(plain.named_parameters())
+    x, y, docs = random_batch(model_cfg, 1, cfg.seq_len, device)
+    docs = docs if documents else None
+    dtype = pick_dtype(cfg.dtype, device)
+    loss, want = _loss_and_gradients(lambda: loss_of(x, y, docs), plain, device, torch.float32)
+    plain_loss, plain_grads = _loss_and_gradients(lambda: loss_of(x, y, docs), plain, device, dtype)
+    if cfg.compile:
+        twins.compile_blocks(ours, device)
+    our_loss, grads = _loss_and_gradients(lambda: ours(x, y, docs=docs), ours, device, dtype)
+    ours_of = {name.replace(".attn.", ".").replace(".mlp.", "."): grad
+               for (name, _), grad in zip(ours.named_parameters(), grads, strict=True)}
+    seen = dict(loss=loss, loss_error=abs(our_loss - loss) / loss, loss_error_plain=abs(plain_loss - loss) / loss,
+                grad_error=_distance([ours_of[name] for name in named], want), grad_error_plain=_distance(
+                    plain_grads, want), said=twins.check(ours, x, y, docs, dtype=dtype) if cfg.compile else [])
+    return seen | dict(ok=seen["loss_error"] < 2 * seen["loss_error_plain"] + 1e-3 and not seen["said"]
+                       and seen["grad_error"] < 1.5 * seen["grad_error_plain"] + 1e-3)
+
+
+def flagship(args, device) -> dict:
+    """A step's loss and gradients in the matmuls' format: as far from fp32 as plain PyTorch is, no further."""
+    return _beside_plain(args, device, documents=False)
+
+
+def documents(args, device) -> dict:
+    """The same under document masks, which plain PyTorch states as a boolean matrix."""
+    return _beside_plain(args, device, documents=True)
+
+
+def loss_head(args, device) -> dict:
+    """Loss and both gradients against full logits in float64, of the inputs as rounded."""
+    model_cfg, cfg = settings(args, "--seq_len=2048")
+    dtype = str(pick_dtype(cfg.dtype, device)).removeprefix("torch.")
+    hidden, weight, targets = head.head_inputs(argparse.Namespace(
+        n_tokens=2 * cfg.seq_len, d_model=model_cfg.d_model, vocab=model_cfg.padded_vocab_size, dtype=dtype), device)
+    want, *grads = head.head_truth(hidden, weight, targets)
+    loss = head.head_rows(device)["ours"](hidden, weight, targets, chunk=cfg.seq_len)
+    loss.backward()
+    seen = dict(loss_error=(abs(loss - want) / want).item(), grad_error=_distance((hidden.grad, weight.grad), grads))
+    return seen | dict(ok=seen["loss_error"] < 1e-4 and seen["grad_error"] < 0.01)
+
+
+def decoding(args, device) -> dict:
+    """Greedy logits of the recorded graph against model.py's own, in fp32; again for the same sizes, which records
+    nothing; and for rows of unequal length."""
+    model_cfg, cfg = settings(args, "--seq_len=2048")
+    torch.manual_seed(0)
+    plain = GPT(replace(model_cfg, n_layers=min(model_cfg.n_layers, 4))).to(device).eval()
+    fast = copy.deepcopy(plain)
+    if cfg.compile:
+        twins.fast_decoding(fast)
+    draws = torch.Generator().manual_seed(1)
+    worst = 0.0
+    for lengths in ([9], [12], [3, 17, 8]):
+        prompts = [torch.randint(0, model_cfg.vocab_size, (n,), generator=draws).tolist() for n in lengths]
+        want, got = [], []
+        ids = generate(plain, prompts, max_new_tokens=12, on_logits=lambda logits, kept=want: kept.append(
+            logits.clone()) or logits)
+
+        def forced(logits, kept=got, ids=ids):  # the same ids whatever rounding says
+            chosen = torch.tensor([row[len(kept)] for row in ids], device=device)
+            kept.append(logits.clone())
+            return torch.nn.functional.one_hot(chosen, logits.shape[-1]).float()
+        generate(fast, prompts, max_new_tokens=12, on_logits=forced)
+        worst = max(worst, *(_distance([a], [b]) for a, b in zip(got, want, strict=True)))
+    return dict(logit_error=worst, ok=worst < 5e-3)
+
+
+def outside(args, device) -> dict:
+    """A target outside the vocabulary: named on a CPU, NaN on a card, where the step is then skipped, and its gradients
+    stay in bounds.  A prompt's id: named everywhere."""
+    model_cfg, _ = settings(args, *SMALL)
+    model = GPT(model_cfg).to(device)
+    said = []
+    for call in (lambda: generate(model, [[model_cfg.vocab_size]], max_new_tokens=1),
+                 lambda: fused_linear_cross_entropy(torch.ones(4, 8, device=device), torch.ones(64, 8, device=device),
+                                                    torch.full((4,), 64, device=device)).item()):
+        try:
+            said.append(call())
+        except ValueError as error:
+            said.append(str(error))
+    named, loss = said
+    ok = "outside the vocabulary" in str(named) and ("outside" in str(loss) if device.type == "cpu" else loss != loss)
+    return dict(said=str(named), loss=str(loss), ok=ok)
+
+
+@functools.cache
+def _train():
+    return runpy.run_path(str(ROOT / "train.py"), run_name="train")["run"]
+
+
+def _trained(model_cfg, cfg, **changes) -> list[dict]:
+    """The lines of the log of train.py's run."""
+    cfg = replace(cfg, batch_tokens=2 * cfg.micro_batch_size * cfg.seq_len, schedule="wsd", warmup_steps=0,
+                  decay_fraction=0.0, log_interval=1, eval_interval=0, save_interval=0, sample_interval=0, **changes)
+    _train()(model_cfg, cfg)
+    return [line for line in read_log(f"{cfg.out_dir}/log.jsonl") if "loss" in line]
+
+
+def _small(args, device, *more):
+    """A small model's settings and a folder with its data."""
+    model_cfg, cfg = settings(argparse.Namespace(settings=[*args.settings, *SMALL, *more]))
+    folder = tempfile.mkdtemp()
+    cfg = replace(cfg, data_dir=folder, device=str(device))
+    write_data(folder, model_cfg, cfg, different=16)
+    return folder, model_cfg, cfg
+
+
+def resume(args, device) -> dict:
+    """Six steps, and three that are gone on with: equal to the bit with --deterministic."""
+    folder, model_cfg, cfg = _small(args, device, "--optimizer=muon", "--dtype=auto", "--deterministic")
+    whole = _trained(model_cfg, cfg, out_dir=f"{folder}/whole", max_steps=6)
+    _trained(model_cfg, cfg, out_dir=f"{folder}/parts", max_steps=3)
+    parts = _trained(model_cfg, cfg, out_dir=f"{folder}/parts", max_steps=6, init_from="resume")
+    weights = [load_file(path) for name in ("whole", "parts")
+               for path in sorted(Path(folder, name, "ckpt_last").glob("*.safetensors"))]
+    differ = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
+    losses = [[line["loss"] for line in lines] for lines in (whole, parts)]
+    return dict(differ=differ[:3], losses_equal=losses[0] == losses[1], ok=not differ and losses[0] == losses[1])
+
+
+def losses(args, device) -> dict:
+    """Twenty steps in fp32 are the CPU's, uncompiled: losses and gradient norms, up to what TF32's rounding becomes."""
+    folder, model_cfg, cfg = _small(args, device, "--optimizer=muon", "--dtype=float32")
+    there = _trained(model_cfg, cfg, out_dir=f"{folder}/there", max_steps=20)
+    here = _trained(model_cfg, replace(cfg, device="cpu", compile=False), out_dir=f"{folder}/here", max_steps=20)
+    errors = {f"{key}_error": max(abs(a[key] - b[key]) / b[key] for a, b in zip(there, here, strict=True))
+              for key in ("loss", "grad_norm")}
+    return dict(loss_first=here[0]["loss"], loss_last=here[-1]["loss"], **errors,
+                ok=errors["loss_error"] < 3e-3 and errors["grad_norm_error"] < 0.03)
+
+
+def one_rank(args, device) -> dict:
+    """ddp and fsdp over nccl (on a CPU gloo) with a single rank: the loss and gradients of the bare model."""
+    model_cfg, cfg = settings(argparse.Namespace(settings=[*args.settings, *SMALL]))
+    x, y, docs = random_batch(model_cfg, 4, cfg.seq_len, device)
+    seen = {}
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store",
+                                rank=0, world_size=1)
+        try:
+            mesh = dist.device_mesh.init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+            for dp in ("none", "ddp", "fsdp"):
+                torch.manual_seed(0)
+                model = GPT(model_cfg)
+                at = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+                replica = parallelize(model, Ranks() if dp == "none" else Ranks(world_size=2, mesh=mesh), at, dp=dp,
+                                      compile=cfg.compile)
+                seen[dp] = _loss_and_gradients(lambda r=replica: r(x, y, docs=docs), replica, device, torch.float32)
+        finally:
+            dist.destroy_process_group()
+    (loss, grads), errors = seen.pop("none"), {}
+    for dp, (other, others) in seen.items():
+        errors |= {f"{dp}_loss_error": abs(other - loss) / loss, f"{dp}_grad_error": _distance(others, grads)}
+    return errors | dict(ok=max(errors.values()) < 5e-3)
+
+
+CHECKS = {"flagship step": flagship, "document masks": documents, "loss head": loss_head, "decoding": decoding,
+          "id out of range": outside, "resume to the bit": resume, "losses of the CPU": losses,
+          "one rank": one_rank}

@@ -1,0 +1,84 @@
+"""How long a micro step takes on a GPU at least, by what bounds each part of it: arithmetic, from the model's shapes.
+
+A matmul takes its FLOPs at a share of the peak or its traffic at MOVED of the bandwidth, whichever is longer; attention
+its FLOPs at rates of its own; everything else its traffic.  Shares and rates are what large kernels reach on such cards
+by what is published; no run of this repository is among them, and what is left out (kernels that wait for each other, a
+slow host) only adds.  So this is an optimistic end.
+
+What is moved is a compiled block's, in bytes per token: l the matmuls' format, 4 the residual stream's.
+
+    forward   norms: the stream in, l C out; the second one adds wo's output first          2 (4 + l) C + l C
+              the stream at the end, of the input and both branches                         (8 + 2 l) C
+              norm and rotation of queries and keys, in and out                             2 l (q + k)
+              the activation, in and out                                                    l (up + F)
+    backward  the gradient cast for w_down; the activation: three reads or two, and writes  (4 + l) C + l (2 up + F)
+              norms: an input's gradient per matmul, input, gradient in and out, a cast     l (up / F + 5) C + 24 C
+              sums of output times gradient, for attention; queries and keys back           2 l q + 3 l (q + k)
+"""
+
+import math
+
+import torch
+
+from model import GPT, default_chunk
+from stack import counts
+from stack.device import PEAK_TFLOPS
+from stack.memory import owned
+from stack.optim import NS_STEPS, AdamW, Muon
+
+GPUS = {  # name in device.PEAK_TFLOPS: GB, GB/s (NVIDIA's data sheets; SXM for A100, H100); assumed: share of the peak
+    # in large matmuls, TFLOP/s of attention under a block mask at head_dim 64, forward and backward
+    "A100": (80, 2039, 0.75, 130, 108), "H100": (80, 3350, 0.62, 230, 190), "H200": (141, 4800, 0.62, 230, 190),
+    "RTX 4090": (24, 1008, 0.85, 100, 83),
+}
+MOVED = 0.85  # of the bandwidth
+TILE = 128  # keys and queries that FlexAttention and flash attention take or leave together
+IDLE = 2e-3  # seconds a step in which the GPU waits for the host, which reads loss and norm
+
+
+def newton_schulz_flops(muon_params) -> int:
+    """Of an optimizer step: for each r x c matrix, r <= c, NS_STEPS times X X^T, its square, one more product."""
+    return sum(NS_STEPS * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3) for p in muon_params)
+
+
+def moved_bytes(cfg, low: int) -> tuple[int, int]:
+    """What everything but matmuls and attention moves in a block, forward and backward, per token."""
+    C, F, q, k = cfg.d_model, cfg.d_ff, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
+    up, turned = F * (2 if cfg.mlp == "swiglu" else 1), q + k if cfg.qk_norm or cfg.pos == "rope" else 0
+    forward = 2 * (4 + low) * C + low * C + (8 + 2 * low) * C + 2 * low * turned + low * (up + F)
+    backward = (4 + low) * C + low * (2 * up + F) + low * (up // F + 5) * C + 24 * C + 2 * low * q + 3 * low * turned
+    return forward, backward
+
+
+def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, mean_doc_len: int) -> dict[str, float]:
+    """Seconds of each part of a compiled micro step on one of GPUS, of a model as counts.build makes it; those of its
+    optimizers are divided over the micro steps of a step.  dtype: of the matmuls; fp32 has TF32's rate, half of
+    bf16's."""
+    _, bandwidth, share, *attention = GPUS[gpu]
+    cfg, N, low, looked_up = model.cfg, train.micro_batch_size * train.seq_len, dtype.itemsize, counts.tables(model)
+    peak = PEAK_TFLOPS[gpu] * 1e12 * share
+    rate, moved, (ahead, back) = peak * 2 / low, bandwidth * 1e9 * MOVED, (x * 1e12 * 2 / low for x in attention)
+    again = {"none": 0, "selective": 0, "block": 1}[train.remat]  # matmuls and attention forward once more
+
+    def matmul(r, c):
+        return max(2 * N * r * c / rate, low * (N * (r + c) + r * c) / moved)
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2 and p not in looked_up]
+    keys = [(width, counts.mean_keys(train.seq_len, mean_doc_len if train.doc_mask else None, window)
+             + TILE / 2 * (1 + train.doc_mask)) for width, window in counts.attention_layers(model)]
+    scores = N * sum(4 * width * seen for width, seen in keys)  # FLOPs forward; backward computes them again: 2.5 times
+    forward, backward = moved_bytes(cfg, low)
+    V, C = model.head_weight.shape
+    chunks = math.ceil(N / default_chunk(N, V, dtype, "cuda"))
+    muon, adamw = (owned(optimizers, kind) for kind in (Muon, AdamW))
+    n_cast, n = sum(p.numel() for p in matrices), sum(p.numel() for p in model.parameters())
+    step = (20 * sum(p.numel() for p in muon) + 28 * sum(p.numel() for p in adamw) + 12 * n) / moved  # 12: clipping
+    step += newton_schulz_flops(muon) / peak + IDLE
+    around = n_cast * (4 + low + low + 8) + V * C * 12 + N * C * (8 + 12 + 24)  # casts, sums; lookups, the last norm
+    return {
+        "block matmuls": (3 + again) * sum(matmul(*p.shape) for p in matrices),
+        "attention": scores * ((1 + again) / ahead + 2.5 / back),
+        "pointwise and norms": N * cfg.n_layers * (forward * (1 + (train.remat != "none")) + backward) / moved,
+        "head matmuls": 3 * matmul(V, C),
+        "head pointwise and dw": (2 * low * N * V + (chunks - 1) * (low + 8) * V * C) / moved,
+        "rest": around / moved + step * N / train.batch_tokens,
+    }
