@@ -14,7 +14,7 @@ from stack import config
 from stack.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = {"train", "sample", "prepare", "eval", "account", "convert", "plot", "bench"}
+COMMANDS = {"train", "sample", "prepare", "eval", "account", "convert", "plot", "ladder", "bench"}
 ROOMS = {  # whose files each folder of stack/ may import besides its own and those that stand in stack/ itself
     "stack.data": set(),
     "stack.checkpoint": {"stack.data", "stack.parallel"},
@@ -27,8 +27,9 @@ ALONE = {  # what each file that stands in stack/ itself may import
     "stack.config": set(), "stack.counts": set(), "stack.device": set(), "stack.optim": {"stack.counts"},
     "stack.compiled": set(), "stack.quantize": set(), "stack.spikes": set(),
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
-    "stack.memory": {"stack.optim"},
+    "stack.memory": {"stack.optim"}, "stack.law": set(),
     "stack.roofline": {"stack.counts", "stack.device", "stack.memory", "stack.optim"},
+    "stack.rungs": {"stack.counts", "stack.device", "stack.optim", "stack.train_config"},
     "stack.log": {"stack.config"},
     "stack.talk": {"stack.data"},
     "stack.train_config": {"stack.config"},
@@ -102,7 +103,8 @@ def test_model_stands_alone():
 def test_importing_is_free():
     """Importing any module prints nothing and pulls in none of the heavy packages."""
     names = ", ".join(sorted(MODULES))
-    heavy = ["matplotlib", "datasets", "wandb", "transformers", "pyarrow", "tiktoken", "rustbpe", "zstandard", "gguf"]
+    heavy = ["matplotlib", "datasets", "wandb", "transformers", "pyarrow", "tiktoken", "rustbpe", "zstandard", "gguf",
+             "scipy"]
     code = f"import {names}, sys; print([m for m in {heavy} if m in sys.modules], end='')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("[]", "")
@@ -110,7 +112,7 @@ def test_importing_is_free():
 
 @pytest.mark.parametrize("command", ["train.py configs/demo.py", "sample.py out/x", "prepare.py stdlib",
                                      "eval.py out/x", "account.py", "convert.py tie a b",
-                                     "bench/__main__.py head", "plot.py out/x"])
+                                     "bench/__main__.py head", "plot.py out/x", "ladder.py configs/demo.py"])
 def test_without_packages(command, tmp_path):
     """A Python without torch and numpy, say the system's: one message that says how to get them, exit code 2."""
     code = ("import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'tqdm')); sys.argv = sys.argv[1:]; "

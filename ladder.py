@@ -1,0 +1,298 @@
+"""What a config will reach, before it runs: small models of its shape are trained, a law is fitted and carried up.
+
+    python ladder.py configs/demo.py --budget 15m --plan       what it would train and cost, and no more
+    python ladder.py configs/demo.py --budget 15m              minutes (m) or hours (h) of this machine
+    python ladder.py configs/stack100m.py --device=cuda --budget 3e17           or training FLOPs
+
+Four rungs of the config's shape, the widest at most a step below it and the others 2/3, 1/2 and 1/3 as wide.  Each is
+one run at a constant learning rate (rates in stack/optim.py, from the config's where that gives numbers), from which
+decays branch at 5, 10, 20 and 40 tokens per parameter: each end is what a run of that length would have reached.  To
+those of the three narrower rungs is fitted (arXiv 2203.15556, 2412.04403)
+
+    loss = E + A / N^a + B / D^b        N parameters that multiply, D training tokens
+
+The widest is never fitted: how far off it is predicted is printed.  A prediction is claimed up to 300 times the FLOPs
+of the largest fitted run, as far as one was published to hold (docs/scaling-laws.md); beyond there is no number, but
+the ladder that it takes.  The same command again goes on after a stop.  Written to out/ladder-NAME: ladder.json and
+ladder.png.  Any setting of the config may follow as --key=value.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stack.config import RunFailed, as_command, load, not_installed, save_json, to_dict, written_aside
+
+try:
+    import numpy as np
+    from tqdm import tqdm
+
+    from model import ModelConfig
+    from stack.checkpoint.folder import read_state
+except ModuleNotFoundError as error:
+    not_installed(error)
+
+from stack.counts import build, flops_per_token
+from stack.data.shards import read_meta
+from stack.law import draw, draws, fit, interval, predict
+from stack.log import read_log
+from stack.rungs import REACH, Rung, beyond, describe, family, ladder, own_flops, parameters, reach, seconds, tops
+from stack.start import check
+from stack.train_config import TrainConfig
+
+PROBE_STEPS = 12
+ROOT = Path(__file__).parent
+
+
+@dataclass
+class LadderConfig:
+    budget: str = "30m"  # for all rungs: 30m or 3h of this machine, or training FLOPs (3e17)
+    plan: bool = False  # say what would be trained and stop
+
+    def problems(self) -> list[str]:
+        try:
+            return [] if self.amount()[0] > 0 else [f"budget ({self.budget}) must be positive."]
+        except ValueError:
+            return [f"budget ({self.budget}) must be minutes, hours or FLOPs. Write --budget 30m, 3h or 3e17."]
+
+    def amount(self) -> tuple[float, str]:
+        """(30 * 60, "s") or (3e17, "FLOPs")."""
+        number, unit = re.fullmatch(r"(.*?)([mh]?)", self.budget.strip()).groups()
+        if not math.isfinite(float(number)):
+            raise ValueError
+        return float(number) * {"m": 60, "h": 3600, "": 1}[unit], "s" if unit else "FLOPs"
+
+
+# the plan -------------------------------------------------------------------------------------------------------------
+
+def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: Path) -> tuple[int, list]:
+    """The widest ladder that the budget pays for: (width of its widest rung, probes).  ValueError if there is none."""
+    (amount, unit), began, speed = options.amount(), time.monotonic(), []
+    if not tops(cfg):
+        raise ValueError(f"the model is {cfg.d_model} wide, and a ladder's widest rung, {tops(cfg).start} at least, "
+                         "must be narrower. Train the model itself: it is small enough.")
+    ladders = {top: ladder(cfg, train, top, folder) for top in tops(cfg)}
+    if unit == "s":
+        print(f"timing {PROBE_STEPS} steps of two widths")
+        speed.append(probe(ladders[tops(cfg)[0]][-1], folder))
+        guess = max((top for top in ladders if seconds(ladders[top], speed) <= amount), default=None)
+        if guess not in (None, tops(cfg)[0]):  # wider models use a machine better
+            speed.append(probe(ladders[guess][-1], folder))
+        amount -= time.monotonic() - began
+    cost = {top: seconds(rungs, speed) if speed else sum(rung.cost() for rung in rungs)
+            for top, rungs in ladders.items()}
+    if fits := [top for top, price in cost.items() if price <= amount]:
+        return max(fits), speed
+    least = min(cost.values())
+    raise ValueError(f"--budget {options.budget} is not enough: the smallest ladder below this model takes "
+                     + (f"{math.ceil(least / 60)} minutes here. Give it --budget {math.ceil(least / 60) + 2}m."
+                        if speed else f"{least:.3g} FLOPs. Give it --budget {least * 1.01:.3g}."))
+
+
+def probe(rung: Rung, folder: Path) -> list[float]:
+    """Trains a rung for some steps, to see how fast this machine is."""
+    began = time.monotonic()
+    train = replace(rung.trunk, out_dir=str(folder / "probe"), max_steps=PROBE_STEPS, warmup_steps=1, log_interval=4,
+                    save_interval=0, keep=0)
+    run_train(rung.model, train)
+    per_token = 1 / read_log(folder / "probe" / "log.jsonl")[-1]["tok_per_s"]
+    start = time.monotonic() - began - per_token * PROBE_STEPS * train.batch_tokens
+    return [rung.flops_per_token, per_token, max(start, 0.0)]
+
+
+# training -------------------------------------------------------------------------------------------------------------
+
+def run_train(model: ModelConfig, train: TrainConfig, *flags: str, seen=lambda steps: None):
+    """train.py in a process of its own, which saves and ends where this one is asked to.  seen(step) while it runs."""
+    out = Path(train.out_dir)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_json(f"{out}.config.json", (model, train))
+    with open(f"{out}.txt", "ab") as said:
+        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), f"{out}.config.json", *flags], stdout=said,
+                                   stderr=subprocess.STDOUT, start_new_session=True)  # Ctrl-C comes from here, once
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                seen(last_step(out))
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if process.returncode:
+        raise RunFailed(f"train.py ended with {process.returncode}. Its last words, in {out}.txt:\n"
+                        + "\n".join(Path(f"{out}.txt").read_text(errors="replace").splitlines()[-5:]))
+
+
+def last_step(out: Path) -> int:
+    return max((line["step"] for line in read_log(out / "log.jsonl") if "step" in line), default=0)
+
+
+def standing(folder: Path) -> int | None:
+    """The step of a run's last checkpoint."""
+    return read_state(folder, "last")["progress"]["step"] if any(folder.glob("ckpt_last*")) else None
+
+
+def climb(rungs: list[Rung]) -> list[dict]:
+    """Train what is not trained yet, one process after the other; the end of every decay."""
+    points, done, cost = [], 0.0, sum(rung.cost() for rung in rungs)
+    bar = tqdm(total=cost, unit="FLOP", unit_scale=True, dynamic_ncols=True, disable=None)
+    for rung in rungs:
+        per_step = rung.trunk.batch_tokens * rung.flops_per_token
+        for train, begin, end in rung.jobs():
+            out, whole = Path(train.out_dir), begin == 0
+            bar.set_description(out.name)
+
+            def seen(step, begin=begin, end=end, done=done, per_step=per_step):
+                bar.n = done + min(max(step - begin, 0), end - begin) * per_step
+                bar.refresh()
+            if not finished(train, whole):
+                if not whole and standing(out) in (None, end):  # not begun, or cut off amid its evaluation
+                    shutil.rmtree(out, ignore_errors=True)
+                    fork(Path(rung.trunk.out_dir) / f"ckpt_step_{begin:07d}", out)
+                run_train(rung.model, train, *([] if standing(out) is None else ["--init_from=resume"]), seen=seen)
+                if not finished(train, whole):
+                    raise RunFailed(f"{out} has not reached step {end}: its training was stopped. The same command "
+                                    f"goes on; {out}.txt has what it said.")
+            seen(end)
+            done += (end - begin) * per_step
+            if not whole:
+                line, tokens = log_of(train)[-1], end * train.batch_tokens
+                points.append({"run": out.name, "parameters": rung.n, "tokens": tokens, "held_out": rung.held_out,
+                               "flops": tokens * rung.flops_per_token, "loss": line["val_loss"],
+                               "bpb": line["val_bpb"]})
+                tqdm.write(f"{out.name}: loss {line['val_loss']:.4f} after {tokens:,} tokens, {done / cost:.0%}")
+    bar.close()
+    return points
+
+
+def log_of(train: TrainConfig) -> list[dict]:
+    """What a run's log has of held-out text."""
+    return [line for line in read_log(Path(train.out_dir) / "log.jsonl") if line.get("val_loss") is not None]
+
+
+def finished(train: TrainConfig, whole: bool) -> bool:
+    """A trunk is where its last decay begins; a decay was evaluated at its end."""
+    if whole:
+        return (standing(Path(train.out_dir)) or 0) >= train.max_steps
+    return bool(log_of(train)) and log_of(train)[-1]["step"] == train.max_steps
+
+
+def fork(checkpoint: Path, out: Path):
+    """A run folder that resumes from another run's checkpoint: in links where the file system has them."""
+    aside = out.with_name(out.name + ".new")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint, aside / "ckpt_last", copy_function=os.link)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(checkpoint, aside / "ckpt_last")
+    os.rename(aside, out)
+
+
+# what it says ---------------------------------------------------------------------------------------------------------
+
+def conclude(cfg: ModelConfig, train: TrainConfig, rungs: list[Rung], points: list[dict]) -> dict:
+    """The law of the points that are not held out, how far off it is on those that are, and what it predicts."""
+    n, d, loss = (np.array([p[key] for p in points if not p["held_out"]]) for key in ("parameters", "tokens", "loss"))
+    law = fit(n, d, loss)
+    drawn, per_nat = draws(law, n, d, loss), points[0]["bpb"] and points[0]["bpb"] / points[0]["loss"]
+
+    def predicted(n, d) -> dict:
+        value, between = float(predict(law, n, d)), interval([predict(one, n, d) for one in drawn])
+        return {"loss": value, "interval": between, "bpb": per_nat and value * per_nat,
+                "bpb_interval": per_nat and [end * per_nat for end in between]}
+    for p in points:
+        p["predicted"] = float(predict(law, p["parameters"], p["tokens"]))
+    whole, furthest = own_flops(cfg, train), reach(rungs)
+    cost = min(whole, furthest)
+    sizes = {}
+    for k in range(-16, 13):
+        width = max(round(cfg.d_model * 2 ** (k / 4) / 8), 2) * 8
+        other = build(family(cfg, width))
+        sizes[width] = (parameters(other), cost / flops_per_token(other, train.seq_len)["causal"])
+    best = [min(sizes, key=lambda width, one=one: predict(one, *sizes[width])) for one in [law, *drawn]]
+    ratio = {width: tokens / n for width, (n, tokens) in sizes.items()}
+    near = sorted(sizes, key=lambda width: abs(math.log(width / best[0])))[:7]
+    n, tokens = parameters(cfg), train.max_steps * train.batch_tokens
+    return {
+        "law": dict(zip(("E", "A", "B", "a", "b"), map(float, (*np.exp(law[:3]), *law[3:])), strict=True)),
+        "points": points, "flops": whole, "reach": furthest,
+        "prediction": {"parameters": n, "tokens": tokens, **predicted(n, tokens)} if whole <= furthest else None,
+        "equal_cost": {"flops": cost, "best_width": best[0], "tokens_per_parameter": ratio[best[0]],
+                       "tokens_per_parameter_interval": interval([ratio[width] for width in best[1:]]),
+                       "sizes": [{"width": width, "parameters": sizes[width][0], "tokens": round(sizes[width][1]),
+                                  **predicted(*sizes[width])} for width in sorted(near)]}}
+
+
+def table(result: dict) -> str:
+    """For people."""
+    def row(name, r):
+        per_byte = "" if r["bpb"] is None else "{:>10.4f}  {:.4f} to {:.4f}".format(r["bpb"], *r["bpb_interval"])
+        return (f"{name:<22}{r['parameters']:>13,}{r['tokens'] / r['parameters']:>9.1f}{r['loss']:>9.4f}  "
+                "{:.4f} to {:.4f}".format(*r["interval"]) + per_byte)
+    equal, own = result["equal_cost"], result["prediction"]
+    lines = ["loss = {E:.3f} + {A:.4g} / N^{a:.3f} + {B:.4g} / D^{b:.3f}".format(**result["law"]), "",
+             f"{'the widest rung, never fitted':<36}{'tokens':>14}{'loss':>9}{'predicted':>11}{'off':>8}",
+             *(f"  {p['run']:<34}{p['tokens']:>14,}{p['loss']:>9.4f}{p['predicted']:>11.4f}"
+               f"{p['predicted'] / p['loss'] - 1:>+8.2%}" for p in result["points"] if p["held_out"]), "",
+             f"{'predicted, held out':<22}{'parameters':>13}{'tokens/p':>9}{'loss':>9}  {'90 % of draws':<18}"
+             f"{'bits/byte':>8}  90 % of draws"]
+    lines += [row("the config", own)] if own else []
+    lines += [row(f"width {size['width']:,}", size) for size in equal["sizes"]]
+    return "\n".join([*lines, "", f"Each width at {equal['flops']:.3g} FLOPs"
+                      + ("." if own else f", {REACH} times the largest fitted run; the config's own run is beyond.")
+                      + f" Best there: width {equal['best_width']:,}, {equal['tokens_per_parameter']:.1f} tokens per "
+                      "parameter, {:.1f} to {:.1f} in 90 % of draws.".format(*equal["tokens_per_parameter_interval"])])
+
+
+def main():
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the run under way saves first
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with as_command("ladder.py"):
+        cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__,
+                                   check=lambda cfg, train, _: check(cfg, train))
+        meta = read_meta(train.data_dir)
+        cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
+        folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"
+        asked = json.loads(json.dumps({"budget": options.budget, "data": meta["data_fingerprint"],
+                                       **to_dict((cfg, train))}))
+        before = json.loads((folder / "ladder.json").read_text()) if (folder / "ladder.json").exists() else {}
+        if before and (other := [key for key in asked if before["asked"].get(key) != asked[key]]):
+            raise ValueError(f"{folder} has a ladder of other settings: {', '.join(other)}.\n  Set them back to go on "
+                             "with it, or move it away.")
+        if not before:
+            top, speed = choose(cfg, train, options, folder)
+            before = {"asked": asked, "top": top, "speed": speed}
+        rungs = ladder(cfg, train, before["top"], folder)
+        print(describe(train, rungs, before["speed"], sum(e["tokens"] for e in meta["splits"]["train"]["shards"])))
+        print(beyond(cfg, train, folder, rungs), flush=True)
+        if options.plan:
+            return
+        write(folder, before)
+        try:
+            result = before | conclude(cfg, train, rungs, climb(rungs))
+        except RunFailed as error:
+            print(f"ladder.py: {error}", file=sys.stderr)
+            sys.exit(1)
+        write(folder, result)
+        with written_aside(folder / "ladder.png") as aside:
+            draw(result).savefig(aside, format="png", dpi=120)
+        print(f"{table(result)}\nsaved in {folder}: ladder.json, ladder.png")
+
+
+def write(folder: Path, what: dict):
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_aside(folder / "ladder.json") as aside:
+        aside.write_text(json.dumps(what, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

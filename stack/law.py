@@ -1,0 +1,85 @@
+"""The law that losses of several models and lengths follow: loss = E + A / N^a + B / D^b, fitted, with its uncertainty.
+
+N parameters, D training tokens (Chinchilla, arXiv 2203.15556).  Fitted by the Huber loss of the logarithm, so that one
+odd run does not carry the rest along, with L-BFGS-B (arXiv 2412.04403).  A law is an array (log E, log A, log B, a, b).
+"""
+
+import math
+
+import numpy as np
+
+HUBER = 1e-3  # residuals of the logarithm beyond this count linearly (arXiv 2412.04403)
+DRAWS = 100  # of the bootstrap
+
+
+def predict(law, n, d):
+    """E + A / N^a + B / D^b of law (log E, log A, log B, a, b); n, d numbers or arrays."""
+    e, a, b, alpha, beta = law
+    return np.exp(e) + np.exp(a - alpha * np.log(n)) + np.exp(b - beta * np.log(d))
+
+
+def fit(n, d, loss, law=None) -> np.ndarray:
+    """The law with the least Huber loss in the logarithm, by L-BFGS-B from a grid of starts, or from `law` alone."""
+    from scipy.optimize import minimize
+    x, y, target = np.log(n), np.log(d), np.log(loss)
+    mean_x, mean_y, low = x.mean(), y.mean(), target.min()
+    x, y = x - mean_x, y - mean_y  # the terms' sizes are those amid the points, or the five would depend on each other
+
+    def objective(p):
+        terms = np.stack([p[0] + 0 * x, p[1] - p[3] * x, p[2] - p[4] * y])
+        log_loss = np.logaddexp.reduce(terms)
+        off, share = (log_loss - target) / HUBER, np.exp(terms - log_loss)
+        value = np.where(abs(off) < 1, off ** 2 / 2, abs(off) - 0.5).sum()
+        slope = np.clip(off, -1, 1) / HUBER * share
+        return value, np.array([*slope.sum(axis=1), -(slope[1] * x).sum(), -(slope[2] * y).sum()])
+    starts = [[math.log(e) + low, math.log((1 - e) * part) + low, math.log((1 - e) * (1 - part)) + low, alpha, beta]
+              for e in (0.2, 0.5, 0.8) for part in (0.2, 0.5, 0.8) for alpha in (0.2, 0.5) for beta in (0.2, 0.5)]
+    if law is not None:
+        starts = [[law[0], law[1] - law[3] * mean_x, law[2] - law[4] * mean_y, law[3], law[4]]]
+    bounds = [(low - 5, low), (low - 12, low + 3), (low - 12, low + 3), (0.1, 1), (0.1, 1)]  # published: .2 to .5
+    options = {"maxiter": 1000, "maxfun": 5000, "ftol": 1e-11, "gtol": 1e-8}
+    found = min((minimize(objective, np.clip(start, *np.transpose(bounds)), jac=True, method="L-BFGS-B", bounds=bounds,
+                          options=options) for start in starts), key=lambda result: result.fun).x
+    return np.array([found[0], found[1] + found[3] * mean_x, found[2] + found[4] * mean_y, found[3], found[4]])
+
+
+def draws(law, n, d, loss) -> np.ndarray:
+    """Laws of a bootstrap: what the law leaves over is dealt out again among the points and fitted.  (DRAWS, 5)"""
+    left = np.log(loss) - np.log(predict(law, n, d))
+    left = left * math.sqrt(len(left) / max(len(left) - len(law), 1))  # five constants have taken their part of it
+    rng = np.random.default_rng(0)
+    return np.array([fit(n, d, predict(law, n, d) * np.exp(rng.choice(left, len(left))), law) for _ in range(DRAWS)])
+
+
+def interval(values) -> list[float]:
+    """90 % of the bootstrap's values."""
+    return [float(v) for v in np.percentile(values, (5, 95))]
+
+
+def draw(result: dict):
+    """Loss over FLOPs, a colour a width, with what was fitted and predicted; below, what the law leaves over."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 7), layout="tight")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    law = [*np.log([result["law"][key] for key in "EAB"]), result["law"]["a"], result["law"]["b"]]
+    for i, n in enumerate(sorted({p["parameters"] for p in result["points"]})):
+        some = [p for p in result["points"] if p["parameters"] == n]
+        flops, tokens = ([p[key] for p in some] for key in ("flops", "tokens"))
+        kind = dict(color=f"C{i}", marker="x" if some[0]["held_out"] else "o", linestyle="none")
+        above.plot(flops, [p["loss"] for p in some], **kind,
+                   label=f"{n:,} parameters{', not fitted' * some[0]['held_out']}")
+        d = np.geomspace(tokens[0] / 2, tokens[-1] * 8, 50)
+        above.plot(d * flops[0] / tokens[0], predict(law, n, d), color=f"C{i}", linewidth=1)
+        below.plot(flops, [100 * (p["loss"] / p["predicted"] - 1) for p in some], **kind)
+    own = result["prediction"]
+    furthest = own or min(result["equal_cost"]["sizes"], key=lambda size: size["loss"])
+    low, high = furthest["interval"]
+    above.errorbar([result["equal_cost"]["flops"]], [furthest["loss"]], color="black", marker="*", capsize=4,
+                   yerr=[[max(furthest["loss"] - low, 0)], [max(high - furthest["loss"], 0)]],
+                   label="predicted, of the config" if own else "predicted, as far as is claimed")
+    above.set(xscale="log", yscale="log", ylabel="held-out loss, nats per token")
+    below.set(xlabel="training FLOPs", ylabel="measured over\npredicted, %")
+    above.legend()
+    for ax in (above, below):
+        ax.grid(alpha=0.3)
+    return figure

@@ -1,0 +1,226 @@
+"""The ladder: its law is found again in made losses, its plan costs what account.py says, and a real one, stopped and
+gone on with, ends where one ends that was never stopped."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+
+import account
+import ladder
+import train as training
+from model import ModelConfig
+from stack import law as law_py
+from stack import rungs
+from stack.config import load, save_json
+from stack.law import draws, fit, interval, predict
+from stack.log import RunLog
+from stack.optim import rates
+from stack.train_config import TrainConfig
+
+RUN_TRAIN = ladder.run_train  # as a process; `tiny` has training in this one
+LAW = np.array([math.log(1.2), math.log(30), math.log(300), 0.35, 0.37])
+
+
+def points(noise: float = 0.0, seed: int = 0):
+    """Parameters, tokens and losses of four sizes and four lengths that follow LAW but for `noise`."""
+    n = np.repeat([2e5, 4e5, 8e5, 1.6e6], 4)
+    d = n * np.tile([5, 10, 20, 40], 4)
+    return n, d, predict(LAW, n, d) * np.exp(np.random.default_rng(seed).normal(0, noise, 16))
+
+
+def test_law_is_found_again():
+    """Of losses without noise the five constants; of losses with noise, and one run that went wrong, what the law says
+    of 36 times the FLOPs, within the interval."""
+    n, d, loss = points()
+    np.testing.assert_allclose(fit(n, d, loss), LAW, rtol=2e-2)
+    far = (6 * n[-1], 6 * d[-2])
+    inside = []
+    for seed in range(2):
+        n, d, loss = points(noise=0.002, seed=seed)
+        loss[5] *= 1.1
+        law = fit(n, d, loss)
+        low, high = interval([predict(one, *far) for one in draws(law, n, d, loss)])
+        assert low < high < 1.2 * low and predict(law, *far) == pytest.approx(predict(LAW, *far), rel=0.03)
+        inside.append(low <= predict(LAW, *far) <= high)
+    assert all(inside)
+
+
+def test_draws_are_no_narrower_than_the_noise():
+    """More noise, a wider interval; the same losses, the same one."""
+    widths = []
+    for noise in (0.0005, 0.004):
+        n, d, loss = points(noise)
+        law = fit(n, d, loss)
+        low, high = interval([predict(one, 1e7, 2e8) for one in draws(law, n, d, loss)])
+        widths.append(high - low)
+    assert widths[1] > 2 * widths[0] > 0
+
+
+@pytest.fixture(scope="module")
+def stack100m():
+    return load((ModelConfig, TrainConfig), ["configs/stack100m.py"])
+
+
+def test_plan(stack100m):
+    """Rungs have the config's shape, its data and its law's rates; what they cost is what they train, by account.py."""
+    cfg, train = stack100m
+    plan = rungs.ladder(cfg, train, 384, Path("out/ladder"))
+    assert [(r.model.d_model, r.model.n_layers) for r in plan] == [(128, 8), (192, 11), (256, 15), (384, 22)]
+    assert [r.n for r in plan] == [rungs.parameters(r.model) for r in plan]
+    assert [r.held_out for r in plan] == [False, False, False, True]
+    assert rungs.family(cfg, 512) == cfg
+    for r in plan:
+        assert not r.model.problems() and not r.trunk.problems() and r.trunk.batch_tokens % (
+            r.trunk.micro_batch_size * 2048) == 0
+        assert r.n * 39 < r.tokens[-1] < r.n * 41
+        priced = account.account(r.model, replace(r.trunk, max_steps=r.ends[-1]))
+        assert priced["flops_run"] == r.tokens[-1] * r.flops_per_token
+        steps = r.starts[-1] + sum(end - start for start, end in zip(r.starts, r.ends, strict=True))
+        assert r.cost() == steps * r.trunk.batch_tokens * priced["flops_causal"]
+        assert (r.trunk.muon_lr, r.trunk.adamw_lr) == pytest.approx(
+            rates(r.model, r.n * math.sqrt(200), r.trunk.batch_tokens))
+    assert rungs.own_flops(cfg, train) == account.account(cfg, train)["flops_run"]
+    twice = rungs.ladder(cfg, replace(train, muon_lr=2.4e-3), 384, Path("out/ladder"))
+    known, _ = rates(cfg, 38147 * 524288, 524288)
+    assert twice[0].trunk.muon_lr == pytest.approx(plan[0].trunk.muon_lr * 2.4e-3 / known)  # a number given: carried
+
+
+def test_reach(stack100m):
+    """What is within 300 times the largest fitted run gets a number; beyond, the ladder that it takes."""
+    cfg, train = stack100m
+    small = rungs.ladder(cfg, train, 96, Path("out/ladder"))
+    said = rungs.beyond(cfg, train, Path("out/ladder"), small)
+    assert "there will be no number" in said and "--device=cuda" in said
+    cost = float(said.split("takes ")[2].split(" FLOPs")[0])
+    plans = [rungs.ladder(cfg, train, top, Path("out/ladder")) for top in range(264, 360, 24)]
+    at = [sum(r.cost() for r in plan) == pytest.approx(cost, rel=0.01) for plan in plans].index(True)
+    short, enough = plans[at - 1:at + 1]
+    assert rungs.beyond(cfg, train, Path("out/ladder"), enough) == ""
+    assert rungs.reach(short) < rungs.own_flops(cfg, train) <= rungs.reach(enough)
+
+
+@pytest.fixture(scope="module")
+def tiny(data, tmp_path_factory):
+    """A config of 64 wide whose ladder, of three rungs and lengths of 1 and 2 tokens per parameter, takes seconds;
+    call(name, *flags) runs the command on it, with train.py's loop in this process and without its pictures."""
+    home = tmp_path_factory.mktemp("ladder")
+
+    def call(name, *flags, budget="1e13"):
+        configs = runs.settings(data, home / name / "run", d_model=64, n_layers=4, d_ff=176, n_heads=4, n_kv_heads=2,
+                                batch_tokens=4096, micro_batch_size=128, max_steps=40, muon_lr=None, adamw_lr=None,
+                                decay_fraction=0.25, log_interval=100)
+        (home / name).mkdir(exist_ok=True)
+        save_json(home / name / "run.json", configs)
+        sys.argv = ["ladder.py", str(home / name / "run.json"), "--budget", budget, *flags]
+        ladder.main()
+        return home / name / "ladder-run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rungs, "POINTS", (1, 2))
+        patch.setattr(rungs, "WIDTHS", (1 / 3, 1 / 2, 1))
+        patch.setattr(law_py, "DRAWS", 5)
+        patch.setattr(training, "write_report", lambda *_, **__: None)
+        patch.setattr(RunLog, "plot", lambda self: None)
+        patch.setattr(sys, "argv", [])
+        patch.setattr(ladder, "run_train", lambda model, train, *flags, seen=None: training.run(
+            model, replace(train, init_from=flags[0].split("=")[1] if flags else train.init_from)))
+        yield call
+
+
+@pytest.fixture(scope="module")
+def straight(tiny):
+    """The folder of a ladder that was never stopped."""
+    return tiny("straight")
+
+
+def test_a_ladder_stopped_and_gone_on_with(tiny, straight, monkeypatch):
+    """The same ladder.json whether it was interrupted or not, amid a trunk, twice, and amid a decay; the widest rung is
+    no part of the fit."""
+    schedule = training.schedule
+    for step in (3, 12, 15):  # of the first run that gets there: a trunk begins its last decay at 14
+
+        def stopping(cfg, at, step=step):
+            if at == step:
+                os.kill(os.getpid(), signal.SIGINT)
+            return schedule(cfg, at)
+        monkeypatch.setattr(training, "schedule", stopping)
+        with pytest.raises(SystemExit) as stopped:
+            tiny("stopped")
+        assert stopped.value.code == 1
+    monkeypatch.setattr(training, "schedule", schedule)
+    one, two = (json.loads((folder / "ladder.json").read_text()) for folder in (straight, tiny("stopped")))
+    assert one.pop("asked") | {"out_dir": ""} == two.pop("asked") | {"out_dir": ""}
+    assert one == two and (straight / "ladder.png").stat().st_size > 10_000
+    held, fitted = ([p for p in one["points"] if p["held_out"] is kind] for kind in (True, False))
+    assert len(held) == 2 and len(fitted) == 4 and all(p["bpb"] > 0 for p in held + fitted)
+    n, d, loss = (np.array([p[key] for p in fitted]) for key in ("parameters", "tokens", "loss"))
+    law = fit(n, d, loss)
+    assert one["law"]["E"] == pytest.approx(math.exp(law[0]))
+    assert held[0]["predicted"] == pytest.approx(float(predict(law, held[0]["parameters"], held[0]["tokens"])))
+    low, high = one["prediction"]["interval"]
+    assert 0 < low <= high and one["equal_cost"]["tokens_per_parameter"] > 0
+
+
+def test_what_is_there_is_not_trained_again(tiny, straight, monkeypatch, capsys):
+    """The command again, on a ladder that is whole, trains nothing and says the same."""
+    def trained(*_, **__):
+        raise AssertionError("it was trained already")
+    monkeypatch.setattr(ladder, "run_train", trained)
+    before = (straight / "ladder.json").read_text()
+    tiny("straight")
+    said = capsys.readouterr().out
+    assert "never fitted" in said and "predicted, held out" in said and (straight / "ladder.json").read_text() == before
+
+
+def test_a_decay_is_the_run_of_that_length(straight, tmp_path):
+    """A branch ends with the loss, to the bit, of a run that was made for its length from the start."""
+    cfg, train = load((ModelConfig, TrainConfig), [str(straight / "width-24-x1")])
+    training.run(cfg, replace(train, out_dir=str(tmp_path / "alone"), init_from="scratch"))
+    alone, branch = (runs.log(out, key="val_loss")[-1] for out in (tmp_path / "alone", train.out_dir))
+    assert alone["val_loss"] == branch["val_loss"] and alone["step"] == branch["step"] == train.max_steps
+
+
+def test_run_train_saves_when_it_is_stopped(data, tmp_path):
+    """train.py as a process: SIGTERM to the ladder lets the run save, and the next one goes on; its failure is told."""
+    configs = runs.settings(data, tmp_path / "run", max_steps=100_000, log_interval=5, muon_lr=None, adamw_lr=None)
+    save_json(tmp_path / "c.json", configs)
+    code = ("import signal, sys; import ladder; from stack.config import load; "
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+            f"ladder.run_train(*load((ladder.ModelConfig, ladder.TrainConfig), [{str(tmp_path / 'c.json')!r}]))")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(ladder.__file__).parent)
+    deadline = time.monotonic() + 300
+    while ladder.last_step(tmp_path / "run") < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(300) == 143
+    assert 5 <= ladder.standing(tmp_path / "run") < 100_000
+    with pytest.raises(ladder.RunFailed, match="ended with 2"):
+        RUN_TRAIN(configs[0], replace(configs[1], data_dir=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--budget", "1e6"], "--budget 1e6 is not enough: the smallest ladder below this model takes"),
+    (["--budget", "soon"], "must be minutes, hours or FLOPs"), (["--budget", "-3m"], "must be positive"),
+    (["--d_model=48"], "the model is 48 wide"), (["--data_dir=nowhere"], "nowhere not found"),
+    (["--batch_tokens=4097"], "must be a multiple")])
+def test_refusals(tiny, flags, said, capsys):
+    """What cannot be done is one message and exit code 2, before anything is trained."""
+    with pytest.raises(SystemExit) as stopped:
+        tiny("refused", *flags)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_plan_trains_nothing_and_other_settings_are_refused(tiny, straight, capsys):
+    assert not tiny("planned", "--plan").exists() and "9 runs" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        tiny("straight", "--seed=2")
+    assert "has a ladder of other settings: seed" in capsys.readouterr().err
