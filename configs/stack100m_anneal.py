@@ -1,6 +1,7 @@
 # Stack-100M ends otherwise: branched off before its decay, on more mathematics, code and textbooks, along a line to 0
 # Hardware: one 80 GB GPU, as for configs/stack100m.py; nobody has run it yet: what follows is estimated
-# time: 3815 x 524288 = 2.0e9 tokens x 7.97e8 FLOPs = 1.6e18, at 40 % of peak: H100 or H200 1.1 h, A100 3.5 h
+# time: 3815 x 524288 = 2.0e9 tokens at account.py's roofline, an optimistic end (H200 431k, H100 388k, A100 190k
+#       tokens/s): 1.3, 1.4, 2.9 h
 # Expected: a lower loss on the new mixture and about the same on the old one; docs/midtraining.md has the demo's
 # Needs: python train.py configs/stack100m.py, which keeps step 34000, and then:
 #        python prepare.py configs/data_stack100m_anneal.py --out data/stack100m_anneal

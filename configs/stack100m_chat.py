@@ -2,8 +2,8 @@
 # Hardware: one GPU of 24 GB or more; nobody has run it yet: what follows is estimated
 # data: 1.0e6 conversations x 1,000 tokens = 1.0e9 tokens; where the summary of prepare.py says otherwise, max_steps is
 #       its tokens / 131072 for one pass
-# time: 7630 x 131072 = 1.0e9 tokens x 7.97e8 FLOPs = 8.0e17, at 40 % of peak: H100 or H200 0.6 h, A100 1.8 h,
-#       RTX 4090 (165 TFLOPS) 3.4 h
+# time: 7630 x 131072 = 1.0e9 tokens at account.py's roofline for the base run, an optimistic end (H200 431k, H100
+#       388k, A100 190k, RTX 4090 114k tokens/s): 0.6, 0.7, 1.5, 2.4 h
 # Expected: answers that end (eval.py --answers); what is in them is what 100M parameters know
 # Needs: python prepare.py hf:HuggingFaceTB/smoltalk:all --chat --tokenizer out/stack100m --out data/stack100m_chat
 # Launch: python train.py configs/stack100m_chat.py

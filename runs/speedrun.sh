@@ -2,7 +2,7 @@
 # From nothing to a model that answers, at full size: the whole of Stack-100M, in the order in which it happens.
 #     bash runs/speedrun.sh
 # Costs are estimates, with their arithmetic in the heads of the configs; nobody has run this file to its end yet. Of an
-# H100 about 13 hours: 11.2 for the run, 1.1 to anneal it, 0.6 for the conversations. Disk: 70 GB.
+# H100 16.5 hours at the least: 14.3 for the run, 1.4 to anneal it, 0.7 for the conversations. Disk: 70 GB.
 #
 # Killed? The same file again goes on: finished data sets are left as they are, unfinished ones continued, and a run
 # that has a checkpoint is resumed. Eight GPUs: TRAIN="torchrun --standalone --nproc_per_node=8 train.py" before it.
@@ -26,17 +26,17 @@ python account.py configs/stack100m.py
 # download takes. The code wants its terms accepted on its page first, then: hf auth login
 python prepare.py configs/data_stack100m.py --out data/stack100m
 
-# The run: 1.6e19 FLOPs, H100 11.2 h, A100 35 h (a 24 GB card: configs/stack100m_24gb.py, 67 h of an RTX 4090)
+# The run: 1.6e19 FLOPs, H100 14.3 h, A100 29 h (a 24 GB card: configs/stack100m_24gb.py, 49 h of an RTX 4090)
 train out/stack100m configs/stack100m.py
 python eval.py out/stack100m
 
-# Annealed on more mathematics, code and textbooks, from before its decay: 2 billion tokens, H100 1.1 h
+# Annealed on more mathematics, code and textbooks, from before its decay: 2 billion tokens, H100 1.4 h
 python prepare.py configs/data_stack100m_anneal.py --out data/stack100m_anneal
 train out/stack100m_anneal configs/stack100m_anneal.py
 python eval.py out/stack100m_anneal
 python eval.py out/stack100m_anneal --data data/stack100m
 
-# A million conversations: about 1 billion tokens, H100 0.6 h
+# A million conversations: about 1 billion tokens, H100 0.7 h
 python prepare.py hf:HuggingFaceTB/smoltalk:all --chat --tokenizer out/stack100m --out data/stack100m_chat
 train out/stack100m_chat configs/stack100m_chat.py --init_from=out/stack100m_anneal
 python eval.py out/stack100m_chat --answers --limit 500
