@@ -1,5 +1,4 @@
-# The demo's run ends otherwise: a branch of it from before its decay, on another mixture, the learning rate to 0 on a
-# line. The moments come along, so the first step is as large as the next one of the run would have been.
+# The demo's run ends otherwise: a branch from before its decay, with its moments, on another mixture, on a line to 0.
 # Hardware: two CPU cores. Time: one minute, an estimate. Expected: docs/midtraining.md has the loss on both mixtures.
 # Needs: make demo, then: python prepare.py configs/data_anneal.py --out data/anneal
 # Launch: python train.py configs/anneal.py

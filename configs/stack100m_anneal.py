@@ -1,14 +1,11 @@
-# Stack-100M ends otherwise: branched off before its decay, on more mathematics, code and textbooks, along a line to 0
-# Hardware: one 80 GB GPU, as for configs/stack100m.py; nobody has run it yet: what follows is estimated
-# time: 3815 x 524288 = 2.0e9 tokens at account.py's roofline, an optimistic end (H200 431k, H100 388k, A100 190k
-#       tokens/s): 1.3, 1.4, 2.9 h
-# Expected: a lower loss on the new mixture and about the same on the old one; docs/midtraining.md has the demo's
-# Needs: python train.py configs/stack100m.py, which keeps step 34000, and then:
-#        python prepare.py configs/data_stack100m_anneal.py --out data/stack100m_anneal
+# Stack-100M ends otherwise: branched off before its decay, on more mathematics, code and textbooks, on a line to 0.
+# Hardware: as stack100m.py. time, estimated: H200 1.3, H100 1.4, A100 2.9 h. Expected: docs/midtraining.md
+# Needs: python prepare.py configs/data_stack100m_anneal.py --out data/stack100m_anneal, and out/stack100m's step 34000
 # Launch: python train.py configs/stack100m_anneal.py
 
 from configs.stack100m import *  # noqa: F403
 
+# The time is 3815 x 524288 = 2.0e9 tokens at account.py's roofline, an optimistic end; nobody has run it yet.
 init_from, keep_moments = "out/stack100m/ckpt_step_0034000", True  # the decay begins at 34,332
 data_dir, out_dir = "data/stack100m_anneal", "out/stack100m_anneal"
 muon_lr = adamw_lr = None  # goes on with the run's own

@@ -49,7 +49,7 @@ def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple
     the critical batch, some 0.58 tokens^0.57 (Step Law, arXiv 2503.04715); the second says of runs under a tenth of the
     known one nothing, and raises no rate any further there.  *Shape*: Muon's goes with d_model^-0.5, for its update,
     scaled by 0.2 sqrt(max(m, n)), then has the same spectral norm at every width, and with n_layers^-0.5 (HyperP);
-    AdamW's of the table with neither, since a row's coordinates move by the rate itself.  tests/test_scaling.py checks
+    AdamW's of the table with neither, since a row's coordinates move by the rate itself.  tests/test_rates.py checks
     that what the model computes then moves as far at every shape.  With optimizer="adamw", where AdamW has the matrices
     too, d_model^-1 (muP, arXiv 2203.03466; GPT-3's table, arXiv 2005.14165) and no Muon: None.
 

@@ -1,6 +1,6 @@
 """Sizes: what a model computes is as large, and moves as far, at every width and depth; the rates that make it so.
 
-    python tests/test_scaling.py        the whole coordinate check, some minutes: docs/scaling-laws.md has its table
+    python tests/test_rates.py        the whole coordinate check, some minutes: docs/scaling-laws.md has its table
 """
 
 import re
