@@ -4,7 +4,9 @@
 first BEGIN of them is among the lowest val_fraction of all 64-bit numbers.  A longer document gives val that share of
 each of its other sections (of so many characters, later of a quarter of what is before them), a stretch at a place that
 the hash of its first HELD characters decides; of the first section too, if that is not held out whole, so that of a
-single document there is always some (and of documents little longer than a section up to twice the share).
+single document there is always some (and of documents little longer than a section up to twice the share: what a
+shorter one had in val stays there, so the share of whole first sections cannot be less; and without a stretch in the
+others the share that prepare.py takes for too few documents would not be that of more of them).
 
 So where text goes depends on its document alone: no other document ever moves it, be there three or a billion, and
 nothing that is added behind it moves any from val to train, if there were BEGIN characters before.  (Of a shorter
