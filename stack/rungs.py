@@ -47,7 +47,7 @@ class Rung:
         rows = min(max(round(most * (middle / tokens) ** BATCH_POWER), 1), most)
         micro = min(train.micro_batch_size, rows)
         batch = rows // micro * micro * train.seq_len
-        decay = min(train.decay_fraction, 0.9) if train.schedule == "wsd" and train.decay_fraction else 0.2
+        decay = min(train.decay_fraction, 0.9) if train.schedule != "cosine" and train.decay_fraction else 0.2
         first = max(round((1 - decay) * POINTS[0] * self.n / batch), 1)
         self.starts = [first * point // POINTS[0] for point in POINTS]
         self.ends = [max(round(start / (1 - decay)), start + 1) for start in self.starts]
@@ -59,7 +59,8 @@ class Rung:
         self.name = f"width-{width}"
         self.trunk = replace(
             train, out_dir=str(folder / self.name), init_from="scratch", keep_moments=False, micro_batch_size=micro,
-            batch_tokens=batch, max_steps=self.starts[-1], schedule="wsd", decay_fraction=0.0,
+            batch_tokens=batch, max_steps=self.starts[-1], decay_fraction=0.0,
+            schedule="wsd" if train.schedule == "cosine" else train.schedule,
             warmup_steps=max(first // 10, 1), muon_lr=muon, adamw_lr=adamw, save_interval=first, eval_interval=0,
             keep=10_000, eval_first=False, sample_interval=0, wandb_project=None, tensorboard=False)
 

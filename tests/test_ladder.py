@@ -131,9 +131,12 @@ def tiny(data, tmp_path_factory):
         patch.setattr(training, "write_report", lambda *_, **__: None)
         patch.setattr(RunLog, "plot", lambda self: None)
         patch.setattr(sys, "argv", [])
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
         patch.setattr(ladder, "run_train", lambda model, train, *flags, seen=None: training.run(
             model, replace(train, init_from=flags[0].split("=")[1] if flags else train.init_from)))
         yield call
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
