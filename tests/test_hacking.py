@@ -34,7 +34,7 @@ SETTINGS = ["--vocab_size=320", "--d_model=32", "--n_layers=2", "--n_heads=2", "
             "--d_ff=48", "--max_seq_len=128", "--seq_len=64", "--micro_batch_size=2", "--batch_tokens=256",
             "--max_steps=10", "--warmup_steps=2", "--log_interval=1", "--eval_interval=10", "--eval_tokens=1024",
             "--save_interval=0", "--sample_interval=0", "--device=cpu", "--dtype=float32", "--muon_lr=6e-3",
-            "--adamw_lr=3e-3"]
+            "--adamw_lr=1e-2"]
 SAMPLE = ["sample.py", "out/plain", "--prompt", "def main(", "--temperature=1", "--top_p=1", "--max_new_tokens=100",
           "--no_stop", "--ids", "--device=cpu", "--dtype=float32"]
 EVAL = ["--max_tokens=1024", "--json", "--device=cpu", "--dtype=float32"]
