@@ -41,7 +41,7 @@ from model import GPT, ModelConfig, generate
 from stack import spikes, twins
 from stack.checkpoint.folder import go_back, occupied, read_state, start_fresh
 from stack.checkpoint.saves import Saves
-from stack.checkpoint.tensors import load_optimizers, load_weights
+from stack.checkpoint.tensors import forgotten, load_optimizers, load_weights
 from stack.counts import describe_groups, flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
 from stack.data.tokenizer import Tokenizer
@@ -136,6 +136,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
     model = GPT(model_cfg)
+    for line in forgotten(model):
+        say(line)
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
     replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile,

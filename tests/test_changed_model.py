@@ -15,7 +15,7 @@ from conftest import tiny_config
 import model as model_py
 from model import GPT, Attention, Block, KVCache, generate
 from stack import counts, twins
-from stack.checkpoint.tensors import optimizer_state
+from stack.checkpoint.tensors import forgotten, optimizer_state
 from stack.compiled import compile_or_not
 from stack.optim import Optimizer, make_optimizers
 from stack.parallel.sharding import recomputed
@@ -293,3 +293,18 @@ def test_our_optimizers_keep_all_in_their_state(optimizer):
             for opt in made:
                 opt.step()
             optimizer_state(model, made, None)
+
+
+@pytest.mark.parametrize("draw, persistent, said", [
+    (torch.randn, False, True), (torch.randn, True, False), (torch.ones, False, False)])
+def test_a_buffer_that_comes_out_otherwise_is_said(monkeypatch, draw, persistent, said):
+    """Random and kept by no checkpoint: eval.py and a resumed run would have another one."""
+    init = Attention.__init__
+
+    def changed(self, cfg):
+        init(self, cfg)
+        self.register_buffer("codes", draw(4), persistent=persistent)
+    monkeypatch.setattr(Attention, "__init__", changed)
+    torch.manual_seed(1)
+    lines = forgotten(GPT(tiny_config()))
+    assert (len(lines) > 0 and "blocks.0.attn.codes" in lines[0]) if said else lines == []

@@ -87,6 +87,19 @@ def load_optimizers(path, model, optimizers, scaler=None, *, strict: bool = True
     return read(path, None, lambda folder, state: _restore(unwrap(model), optimizers, scaler, folder, state, strict))
 
 
+def forgotten(model) -> list[str]:
+    """What to say, a line each, of the buffers that no checkpoint keeps (persistent=False) and that a model built anew
+    has otherwise: drawn at random, for one."""
+    buffers = {name: value for name, value in model.named_buffers() if name not in model.state_dict()}
+    if not buffers:
+        return []
+    with undrawn():
+        anew = dict(GPT(model.cfg).named_buffers())
+    return [f"model.py draws the buffer {name} anew for each model, and no checkpoint keeps it: a run resumed, "
+            "evaluated or sampled has other values. Register it with persistent=True."
+            for name, value in buffers.items() if not torch.equal(value, anew[name])]
+
+
 class Stored:
     """The safetensors of a checkpoint, one file or a part of each rank: `shapes` by name, and `read`."""
 
