@@ -203,7 +203,8 @@ def ask(args, model, tokenizer, trained: dict, seq_len: int) -> str:
         raise ValueError(f"{data.dir} has no conversations. Name a set that has: --data data/NAME")
     result = answers.report(check_cache(model), tokenizer, data, args.limit)
     return json.dumps(result) if args.json else "\n".join([
-        f"{result['ended']:.1%} of {result['questions']:,} held-out questions have an answer that ends within "
+        f"{result['ended']:.1%} of {result['questions']:,} {'held-out' if args.split == 'val' else 'training'} "
+        f"questions have an answer that ends within "
         f"{result['most']} tokens", *(on_terminal(f"\n> {e['question']}\n{e['answer']}") for e in result["examples"])])
 
 

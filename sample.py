@@ -134,12 +134,17 @@ def obey(talk, line: str) -> bool:
     word, _, rest = line.strip().partition(" ")
     if word == "/reset":
         talk.reset()
+    elif word == "/save" and not any(message["role"] == "assistant" for message in talk.messages):
+        print("sample.py: nothing was answered yet that could be saved.", file=sys.stderr)
     elif word == "/save":
         try:
             talk.save(rest.strip())
+            print(f"(added to {rest.strip()})", file=sys.stderr)
         except OSError as error:
             print(f"sample.py: {rest.strip() or 'no file'}: {error.strerror}", file=sys.stderr)
-    return word in ("", "/reset", "/save")
+    elif word in ("/help", "/quit", "/exit"):
+        print("(/reset begins anew, /save FILE adds the conversation to a file, Ctrl-D ends)", file=sys.stderr)
+    return word in ("", "/reset", "/save", "/help", "/quit", "/exit")
 
 
 def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool, talk=None):
@@ -290,6 +295,8 @@ def main():
             fast_decoding(model)
         from stack.talk import TooLong
         talk = begin_talk(model, tokenizer, prompt, args) if args.chat else None
+        if tokenizer.chat_template and not args.chat:
+            print(f"sample.py: {args.run} has learned to talk: --chat asks it. This continues a text.", file=sys.stderr)
         if not args.interactive:
             sample(model, tokenizer, prompt, args, args.seed, echo=not args.ids and not talk, talk=talk)
             return

@@ -6,6 +6,7 @@
 # Measured together: 7 min 36 s and 2 min 9 s (Intel Xeon, 2 cores, torch 2.13.0, 2026-11-30), the environment being
 # there. The same at full size: runs/speedrun.sh
 set -euo pipefail
+trap 'exit 130' INT TERM HUP  # train.py saves and ends well, and nothing after it should begin
 cd "$(dirname "$0")/.."
 make --silent --no-print-directory env
 PATH="$PWD/.venv/bin:$PATH"

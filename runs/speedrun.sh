@@ -4,9 +4,14 @@
 # Costs are estimates, with their arithmetic in the heads of the configs; nobody has run this file to its end yet. Of an
 # H100 16.5 hours at the least: 14.3 for the run, 1.4 to anneal it, 0.7 for the conversations. Disk: 70 GB.
 #
+# Before you pay: prepare.py and its downloads need no GPU, so run its lines on another machine and copy data/. On the
+# card, python -m bench gpu finds out in eight minutes whether it does what is estimated here; runs/demo.sh rehearses the
+# whole way in ten. A 24 GB card: TRAIN="python train.py --micro_batch_size=8" before this file, 49 h of an RTX 4090.
+#
 # Killed? The same file again goes on: finished data sets are left as they are, unfinished ones continued, and a run
 # that has a checkpoint is resumed. Eight GPUs: TRAIN="torchrun --standalone --nproc_per_node=8 train.py" before it.
 set -euo pipefail
+trap 'echo "runs/speedrun.sh: stopped; the same file again goes on" >&2; exit 130' INT TERM HUP  # train.py ends well then
 cd "$(dirname "$0")/.."
 make --silent --no-print-directory env
 PATH="$PWD/.venv/bin:$PATH"
@@ -26,7 +31,7 @@ python account.py configs/stack100m.py
 # download takes. The code wants its terms accepted on its page first, then: hf auth login
 python prepare.py configs/data_stack100m.py --out data/stack100m
 
-# The run: 1.6e19 FLOPs, H100 14.3 h, A100 29 h (a 24 GB card: configs/stack100m_24gb.py, 49 h of an RTX 4090)
+# The run: 1.6e19 FLOPs, H100 14.3 h, A100 29 h
 train out/stack100m configs/stack100m.py
 python eval.py out/stack100m
 
