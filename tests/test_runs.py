@@ -77,19 +77,34 @@ def test_a_checkpoint_is_where_a_branch_finds_it():
         assert int(step) <= trunk.max_steps * (1 - trunk.decay_fraction) < int(step) + trunk.save_interval
 
 
+def noted(folder, script: str, also: str = ""):
+    """Runs a script with commands that only note how they were called, and do what `also` says in Python."""
+    for made in ("runs", ".venv/bin"):
+        (folder / made).mkdir(parents=True)
+    text = (ROOT / f"runs/{script}").read_text(encoding="utf-8").replace("make --silent", "true")
+    (folder / f"runs/{script}").write_text(text)
+    note = folder / ".venv/bin/python"
+    note.write_text(f"#!{sys.executable}\nimport json, os, signal, sys\nprint(json.dumps(sys.argv[1:]))\n{also}\n")
+    note.chmod(0o755)
+    return subprocess.run(["bash", folder / f"runs/{script}"], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_nothing_begins_after_a_signal(script, tmp_path):
+    """A signal reaches script and command alike; train.py saves and ends well, and the next one must not begin."""
+    (tmp_path / "out/demo/ckpt_last").mkdir(parents=True)
+    done = noted(tmp_path, script.name, "if 'train.py' in sys.argv: os.kill(os.getppid(), signal.SIGINT)")
+    assert done.returncode == 130
+    assert '["train.py"' in done.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_speedrun_goes_on(there, tmp_path):
-    """With commands that only note how they were called: runs that have a checkpoint are resumed, others begun."""
-    (tmp_path / "runs").mkdir()
-    script = (ROOT / "runs/speedrun.sh").read_text(encoding="utf-8").replace("make --silent", "true")
-    (tmp_path / "runs/speedrun.sh").write_text(script)
+    """Runs that have a checkpoint are resumed, others begun."""
     for name in ("stack100m", "stack100m_anneal", "stack100m_chat"):
         (tmp_path / "out" / name / "ckpt_last").mkdir(parents=True) if there else None
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    note = tmp_path / ".venv/bin/python"
-    note.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-    note.chmod(0o755)
-    done = subprocess.run(["bash", tmp_path / "runs/speedrun.sh"], capture_output=True, text=True, check=True)
+    done = noted(tmp_path, "speedrun.sh")
+    assert done.returncode == 0, done.stderr
     trained = [argv[1:] for argv in map(json.loads, done.stdout.splitlines()) if argv[0] == "train.py"]
     assert [argv[0] for argv in trained] == [f"configs/stack100m{name}.py" for name in ("", "_anneal", "_chat")]
     assert [argv[-1] == "--init_from=resume" for argv in trained] == [there] * 3
