@@ -73,8 +73,10 @@ def parse(argv):
             p.error(f"--{name} belongs to the held-out loss.")
     if args.limit and not (asked or args.answers or args.passkey):
         p.error("--limit belongs to --choices, --tasks, --answers and --passkey.")
-    if args.max_tokens and args.answers:
+    if args.max_tokens and (args.answers or args.passkey):
         p.error("--max_tokens belongs to the held-out loss and --embeddings. --limit is the number of questions.")
+    if args.data and args.passkey:
+        p.error("--data belongs to what is read of a data set, not to --passkey, which makes its texts.")
     if asked and (args.data or args.max_tokens or args.seq_len):
         p.error("--data, --max_tokens and --seq_len belong to the held-out loss, not to --choices and --tasks.")
     return args
@@ -151,7 +153,11 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
             raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
         results[name] = result | ({"by_position": positions.by_powers(places)} if args.by_position else {})
     if args.by_position:
-        positions.plot(results[args.split]["by_position"], beside(args.run, "positions.png"), trained_on)
+        try:
+            positions.plot(results[args.split]["by_position"], picture := beside(args.run, "positions.png"), trained_on)
+            print(f"eval.py: a picture is in {picture}", file=sys.stderr)
+        except OSError as error:
+            print(f"eval.py: no picture: {error}", file=sys.stderr)
     if args.json:
         return json.dumps(results[args.split] | ({"quantized": results[args.quant]} if args.quant else {}))
     alone = talk and data.meta["chat"]["conversations"] == sum(s["documents"] for s in data.meta["splits"].values())

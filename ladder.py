@@ -1,8 +1,8 @@
 """What a config will reach, before it runs: small models of its shape are trained, a law is fitted and carried up.
 
-    python ladder.py configs/demo.py --budget 15m --plan       what it would train and cost, and no more
-    python ladder.py configs/demo.py --budget 15m              minutes (m) or hours (h) of this machine
-    python ladder.py configs/stack100m.py --device=cuda --budget 3e17           or training FLOPs
+    python ladder.py configs/demo.py --budget 30m --plan       what it would train and cost, and no more
+    python ladder.py configs/demo.py --budget 30m              minutes (m) or hours (h) of this machine
+    python ladder.py configs/stack100m.py --device=cuda --budget 6e17           or training FLOPs
 
 Four rungs of the config's shape, the widest at most a step below it and the others 2/3, 1/2 and 1/3 as wide.  Each is
 one run at a constant learning rate (rates in stack/optim.py, from the config's where that gives numbers), from which
@@ -254,11 +254,13 @@ def table(result: dict) -> str:
 
 
 def main():
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the run under way saves first
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the run under way saves first.  nohup's is ignored
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     with as_command("ladder.py"):
-        cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__,
-                                   check=lambda cfg, train, _: check(cfg, train))
+        scratch = "init_from must be scratch: a ladder has no other runs."
+        cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__, check=lambda
+                                   cfg, train, _: check(cfg, train) + [scratch] * (train.init_from != "scratch"))
         meta = read_meta(train.data_dir)
         cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
         folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"

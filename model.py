@@ -1,7 +1,7 @@
 """The decoder, whole: ids -> vectors -> blocks -> vectors -> loss or next id.
 
 The defaults are Stack-100M (rotary positions, RMSNorm, SwiGLU, grouped-query attention with QK-norm, tied table: a
-Qwen3 checkpoint elsewhere); the GPT-2 switches make it exactly GPT-2.
+Qwen3 checkpoint elsewhere); the GPT-2 switches make it GPT-2.
 
 *The logits never exist.*  At V=32768, C=512 they are 64 times the hidden states.  `fused_linear_cross_entropy` walks
 over the tokens in chunks; as the loss is a plain mean, its gradient is known as soon as a chunk's softmax is: both

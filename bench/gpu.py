@@ -1,8 +1,9 @@
 """What a card computes, how fast, and what it learns, within minutes: `python -m bench gpu`.
 
-For a card that nobody can log into twice.  Needed are torch (2.11 or newer), numpy, safetensors, tiktoken and tqdm;
-transformers, litgpt, Liger-Kernel and cut-cross-entropy are rows where they are installed; there is no download.  Each
-result is a line of JSON in --results from the moment it is known, in the order of its worth, the machine first:
+For a card that nobody can log into twice.  Needed are torch (2.11 or newer), numpy, safetensors, tiktoken, tqdm and, to
+learn, the tokenizers that transformers brings; transformers, litgpt, Liger-Kernel and cut-cross-entropy are rows where
+they are installed; there is no download.  Each result is a line of JSON in --results from the moment it is known, in
+the order of its worth, the machine first:
 
     right      checks.py, each against something that cannot be wrong in the same way
     fast       the ceilings, a step by its parts, attention and head chunks against each other, whole steps beside the
@@ -228,7 +229,8 @@ def learning(args, device) -> dict:
     if prepared.returncode:
         raise RuntimeError(prepared.stderr.strip().splitlines()[-1])
     steps = ["--max_steps=30", "--eval_interval=10", "--warmup_steps=5"] if args.tiny else [
-        "--max_steps=1000000", "--eval_interval=100", "--warmup_steps=50"]
+        "--max_steps=1000000", "--eval_interval=100", "--warmup_steps=50",
+        "--muon_lr=2e-3", "--adamw_lr=6e-3"]  # of a short run: no rule knows how far the minutes reach
     command = [sys.executable, "train.py", "configs/stack100m.py", *args.settings, *steps, "--doc_mask=true",
                f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'run'}", f"--device={device}",
                f"--micro_batch_size={cfg.micro_batch_size}", "--schedule=wsd", "--decay_fraction=0",

@@ -1,5 +1,5 @@
 # The demo's model learns to answer: finetuned on questions about the standard library and what its docstrings say.
-# Hardware: two CPU cores. Time: 2 min 9 s with data and tests, on a Xeon (2026-11-30). Expected: 97 % of answers end.
+# Hardware: two CPU cores. Time: a minute or two. Expected: 97 % of answers end.
 # Needs: make demo, then: python prepare.py stdlib --chat --tokenizer out/demo --out data/chat --val_fraction 0.05
 # Launch: python train.py configs/chat.py
 

@@ -1,5 +1,5 @@
 # A model from nothing on a laptop: a 1.1M-parameter decoder learns Python from the standard library's own source.
-# Hardware: two CPU cores. Time: 3 to 4 minutes. Expected: 1.0 to 1.2 held-out bits per byte (README "What you get").
+# Hardware: two CPU cores. Time: 3 to 7 minutes. Expected: 1.0 to 1.2 held-out bits per byte (README "What you get").
 # Needs: python prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
 # Launch: python train.py configs/demo.py
 
@@ -17,7 +17,7 @@ muon_lr, adamw_lr, z_loss = 5e-3, 4e-3, 0.0
 warmup_steps, decay_fraction, max_steps = 100, 0.4, 3800
 
 eval_interval, save_interval, sample_interval, log_interval = 1000, 1000, 1000, 50
-keep = 3  # steps 2000, 3000 and the last: configs/anneal.py branches off from the first
+keep = 6  # step 2000, where configs/anneal.py branches off, is still there after three stops, each of which saves
 
 # bf16 doubles the speed of a CPU that multiplies it (AVX-512 BF16, AMX) and is emulated, far slower, on others
 dtype = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to a model that answers, at full size: the whole of Stack-100M, in the order in which it happens.
 #     bash runs/speedrun.sh
-# Costs are estimates, with their arithmetic in the heads of the configs; nobody has run this file to its end yet. Of an
-# H100 16.5 hours at the least: 14.3 for the run, 1.4 to anneal it, 0.7 for the conversations. Disk: 70 GB.
+# Costs are estimates, of account.py's roofline; nobody has run this file to its end yet. Of an
+# H100 16.4 hours at the least: 14.3 for the run, 1.4 to anneal it, 0.7 for the conversations. Disk: 70 GB.
 #
 # Before you pay: prepare.py and its downloads need no GPU, so run its lines on another machine and copy data/. On the
 # card, python -m bench gpu finds out in eight minutes whether it does what is estimated here; runs/demo.sh rehearses the
@@ -20,7 +20,7 @@ PATH="$PWD/.venv/bin:$PATH"
 train() {
     local run=$1
     shift
-    if test -e "$run/ckpt_last"; then set -- "$@" --init_from=resume; fi
+    if compgen -G "$run/ckpt_last*" >/dev/null; then set -- "$@" --init_from=resume; fi
     ${TRAIN:-python train.py} "$@"
 }
 

@@ -45,25 +45,27 @@ def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple
     """Peak learning rates (Muon's, AdamW's) for a model of this ModelConfig and a run of so many tokens.
 
     KNOWN's, carried over by published laws.  *Run*: sqrt(batch_tokens) * tokens^-0.3 (Delphi, marin's ladder of Qwen3
-    models, 0.2 % of the loss at 300 times the compute; HyperP, arXiv 2603.28743, finds -0.32).  The first holds up to
-    the critical batch, some 0.58 tokens^0.57 (Step Law, arXiv 2503.04715); the second says of runs under a tenth of the
-    known one nothing, and raises no rate any further there.  *Shape*: Muon's goes with d_model^-0.5, for its update,
-    scaled by 0.2 sqrt(max(m, n)), then has the same spectral norm at every width, and with n_layers^-0.5 (HyperP);
-    AdamW's of the table with neither, since a row's coordinates move by the rate itself.  tests/test_rates.py checks
-    that what the model computes then moves as far at every shape.  With optimizer="adamw", where AdamW has the matrices
-    too, d_model^-1 (muP, arXiv 2203.03466; GPT-3's table, arXiv 2005.14165) and no Muon: None.
+    models, 0.2 % of the loss at 300 times the compute; HyperP, arXiv 2603.28743, finds -0.32). The first holds up to
+    the critical batch, some 0.58 tokens^0.571 (Step Law, arXiv 2503.04715), and counts up to twice that; the second
+    says of runs under a tenth of the known one nothing, and raises no rate further there.  *Shape*: Muon's goes with
+    d_model^-0.5, for its update, scaled by 0.2 sqrt(max(m, n)), then has the same spectral norm at every width, and
+    with n_layers^-0.5 (HyperP); AdamW's of the table with neither, since a row's coordinates move by the rate itself.
+    tests/test_rates.py checks that what the model computes then moves as far at every shape.  With optimizer="adamw",
+    where AdamW has the matrices too, d_model^-1 (muP, arXiv 2203.03466; GPT-3's table, arXiv 2005.14165) and no Muon:
+    None.
 
     How much it matters: in Step Law's 1,911 runs a rate 2 times off the best costs 0.1 to 0.4 % of the loss, 4 times
     0.7 to 1 %; twice the demo's rate for the table cost nothing, half of it 5 % (docs/lab-notes.md).
     """
     muon, adamw, width, depth, known_tokens, known_batch = KNOWN[optimizer]
+    batch_tokens = min(batch_tokens, 2 * 0.58 * tokens**0.571)
     run = math.sqrt(batch_tokens / known_batch) * max(tokens / known_tokens, 0.1) ** -0.3
     if optimizer == "adamw":
         return None, adamw * run * width / cfg.d_model
     return muon * run * math.sqrt(width / cfg.d_model * depth / cfg.n_layers), adamw * run
 
 
-def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, adamw_lr: float = 3e-3,
+def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 1e-3, adamw_lr: float = 1e-3,
                     weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)) -> list[Optimizer]:
     """[Muon, AdamW], or [AdamW] for optimizer="adamw"; over the raw model, whose names stay in the groups."""
     if optimizer not in ("muon", "adamw"):

@@ -137,7 +137,7 @@ def test_dropout_keeps_a_byte_per_value(monkeypatch):
 def test_naive_head_keeps_4_peaks_at_8_then_12_bytes_per_logit():
     N, V, C = 512, 2048, 16
     expected = memory.head_bytes(ModelConfig(vocab_size=V, d_model=C), N, torch.bfloat16)["naive"]
-    h, W = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
+    h, W = torch.randn(N, C, requires_grad=True), torch.randn(V, C).mul(0.02).requires_grad_()
     targets = torch.randint(0, V, (N,))
     with LiveStorage([h, W, targets]) as live:
         with torch.autocast("cpu", torch.bfloat16):
@@ -158,7 +158,7 @@ def test_chunked_head_takes_the_memory_it_is_said_to(arithmetic):
         torch.set_num_threads(1)  # other CPUs multiply bf16 by way of copies in fp32, which no GPU makes
         dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
         N, V, C = 6144, 8192, 512
-        h, W = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
+        h, W = torch.randn(N, C, requires_grad=True), torch.randn(V, C).mul(0.02).requires_grad_()
         targets = torch.randint(0, V, (N,))
 
         def resident(key):

@@ -97,6 +97,8 @@ def log_likelihoods(model, pairs: list[tuple[list[int], list[int]]], *, device, 
             nats = model(x.to(device), y.to(device), reduction="none").view(x.shape).cpu()  # 0 where ignored
         for i, value in zip(some, nats.double().sum(1).tolist(), strict=True):
             results[i] = -value
+    if not all(map(math.isfinite, results)):
+        raise ValueError(f"a log-likelihood is {min(results)}: the weights are damaged. Try an earlier checkpoint.")
     return results
 
 
@@ -117,8 +119,6 @@ def choices(model, tokenizer, questions, *, device, dtype=torch.float32, rows: i
         return len(text.encode("utf-8", "surrogatepass"))
     for _, texts, gold in questions:
         sums = [next(likelihood) for _ in texts]
-        if not all(map(math.isfinite, sums)):
-            raise ValueError(f"a log-likelihood is {min(sums)}: the weights are damaged. Try an earlier checkpoint.")
         for name, length in (("acc", lambda text: 1), ("acc_norm", len), ("acc_bytes", n_bytes)):
             each = [value / length(text) for value, text in zip(sums, texts, strict=True)]
             right[name] += each.index(max(each)) == gold

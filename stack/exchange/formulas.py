@@ -40,7 +40,7 @@ def compare(model, config: dict, tensors: dict[str, torch.Tensor], longest: int 
         problems = [f"on {T} random tokens, from token {int((~(found <= most)).nonzero()[0])} on, logits differ by up "
                     f"to {(a - b).abs().max():.3g}, where they spread by {a.std():.3g}."]
     raise ValueError(f"model.py was changed, and this model is no {config['architectures'][0]}: {problems[0]}\n"
-                     "  It can be used here as it is, and the other one elsewhere; neither becomes the other.")
+                     "  It can be used here, not exported; nor can such a model come in until model.py is as it was.")
 
 
 def hidden(config: dict, tensors: dict[str, torch.Tensor], ids):

@@ -134,8 +134,10 @@ def test_a_row_that_fails(monkeypatch, capsys):
 
 
 @pytest.fixture
-def here(monkeypatch, capsys, tmp_path):
+def here(monkeypatch, capsys, tmp_path, request):
     """here(*args) -> (exit code, stdout, stderr) of bench in this process, its rows too, with nothing compiled."""
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))  # a row's own process ends with it
+
     def main(*argv):
         monkeypatch.setattr(sys, "argv", ["bench", *map(str, argv)])
         bench.main()

@@ -27,7 +27,7 @@ def words():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, words):
     """(run folder, model) with a short context and logits far apart."""
-    torch.manual_seed(0)
+    torch.manual_seed(6)
     model = GPT(tiny_config(vocab_size=words.vocab_size, max_seq_len=CONTEXT)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():

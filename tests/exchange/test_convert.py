@@ -139,7 +139,8 @@ def test_model_card_has_the_runs_facts(tmp_path, words, capsys):
     meta = write_meta(tmp_path / "books", sources=[{"source": "hf:org/web:sample"}, {"source": "me/private/novels"}],
                       fingerprint=words.fingerprint, vocab_size=words.vocab_size, boundary_id=words.boundary_id,
                       splits={"train": [{**shard, "documents": 9, "bytes": 0}]})
-    knobs = TrainConfig(data_dir=str(tmp_path / "books"), out_dir="me/run", seq_len=64, batch_tokens=640, seed=5)
+    knobs = TrainConfig(data_dir=str(tmp_path / "books"), out_dir="me/run", seq_len=64, batch_tokens=640, seed=5,
+                        muon_lr=6e-3, adamw_lr=3e-3)
     save(tmp_path / "run", model, words, train=knobs, step=1200, data=meta["data_fingerprint"])
     (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (
         {"step": 1000, "val_loss": 2.5, "val_bpb": 1.25}, {"step": 1200, "loss": 2.0},
