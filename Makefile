@@ -33,6 +33,7 @@ lint: $(READY)
 
 faults: $(READY)
 	$(PY) tests/faults.py
+	BENCH_GPU=1 $(PY) -m pytest tests/bench -k without_packages
 
 exchange: $(READY)
 	$(PY) -m pip install --quiet llama-cpp-python==0.3.36

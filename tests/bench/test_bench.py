@@ -311,6 +311,7 @@ importlib.machinery.PathFinder.find_spec = classmethod(
 """
 
 
+@pytest.mark.skipif("BENCH_GPU" not in os.environ, reason="more than a minute: make faults runs it")
 def test_gpu_on_a_cpu_without_packages(tmp_path):
     """The script for a card runs whole on a CPU where only what a CUDA image has is installed: a line for each check,
     measurement and evaluation, every one as it should be."""
