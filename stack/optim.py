@@ -65,7 +65,7 @@ def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple
     return muon * run * math.sqrt(width / cfg.d_model * depth / cfg.n_layers), adamw * run
 
 
-def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 1e-3, adamw_lr: float = 1e-3,
+def make_optimizers(model, *, optimizer: str = "muon", muon_lr: float = 6e-3, adamw_lr: float = 3e-3,
                     weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)) -> list[Optimizer]:
     """[Muon, AdamW], or [AdamW] for optimizer="adamw"; over the raw model, whose names stay in the groups."""
     if optimizer not in ("muon", "adamw"):
