@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as error:
     not_installed(error)
 
-from model import INIT_STD, ModelConfig
+from model import INIT_STD, INIT_WIDTH, ModelConfig
 from stack import counts, roofline
 from stack.config import as_command, load
 from stack.device import DTYPES, PEAK_TFLOPS
@@ -94,7 +94,7 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "adamw_params": sum(p.numel() for p in owned(optimizers, AdamW)),
         "groups": counts.describe_groups(optimizers, model),
         "expected_initial_loss": math.log(cfg.vocab_size) + (
-            cfg.d_model if cfg.tie_embeddings else 128) * INIT_STD ** 2 / 2,
+            cfg.d_model if cfg.tie_embeddings else INIT_WIDTH) * INIT_STD ** 2 / 2,
     }
     # bytes
     dtype = DTYPES.get(train.dtype, torch.bfloat16)  # auto: as on the GPUs below
@@ -198,7 +198,7 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
         row("total tied", a["total_tied"], f"table {a['table_share_tied']:.2%}"),
         row("total untied", a["total_untied"], f"tables {a['table_share_untied']:.2%}"),
         row("loss before training", f"{a['expected_initial_loss']:.2f}",
-            f"nats: ln V + {'d_model' if cfg.tie_embeddings else '128'} * 0.02^2 / 2"),
+            f"nats: ln V + {'d_model' if cfg.tie_embeddings else INIT_WIDTH} * 0.02^2 / 2"),
         *(textwrap.fill(group, 118, initial_indent="  ", subsequent_indent="    ") for group in a["groups"]),
         "", "Weights",
         row("float32", size(a["bytes_float32"])),

@@ -152,12 +152,9 @@ def losses(args, model, tokenizer, trained: dict, seq_len: int, device) -> str:
         if not math.isfinite(result["loss"]):
             raise ValueError(f"the loss is {result['loss']}: the weights are damaged. Try an earlier checkpoint.")
         results[name] = result | ({"by_position": positions.by_powers(places)} if args.by_position else {})
-    if args.by_position:
-        try:
-            positions.plot(results[args.split]["by_position"], picture := beside(args.run, "positions.png"), trained_on)
-            print(f"eval.py: a picture is in {picture}", file=sys.stderr)
-        except OSError as error:
-            print(f"eval.py: no picture: {error}", file=sys.stderr)
+    if args.by_position and (picture := drawn(args.run, "positions.png", lambda path: positions.plot(
+            results[args.split]["by_position"], path, trained_on))):
+        print(f"eval.py: a picture is in {picture}", file=sys.stderr)
     if args.json:
         return json.dumps(results[args.split] | ({"quantized": results[args.quant]} if args.quant else {}))
     alone = talk and data.meta["chat"]["conversations"] == sum(s["documents"] for s in data.meta["splits"].values())
@@ -181,10 +178,16 @@ def find_passkeys(args, model, tokenizer, seq_len: int, device) -> str:
          *(f"  {length:,} tokens: {share:.0%} found" for length, share in result["found"].items())])
 
 
-def beside(run, name: str) -> str:
-    """Where a picture about a run, or about a checkpoint in it, goes."""
+def drawn(run, name: str, plot) -> str | None:
+    """The path of a picture about a run, or about a checkpoint in it, by plot(path); None, said, where that fails."""
     run = Path(run)
-    return str((run.parent if run.name.startswith("ckpt_") else run) / name)
+    path = str((run.parent if run.name.startswith("ckpt_") else run) / name)
+    try:
+        plot(path)
+        return path
+    except OSError as error:
+        print(f"eval.py: no picture: {error}", file=sys.stderr)
+        return None
 
 
 def answers(args, model, tokenizer, device) -> str:
@@ -228,12 +231,7 @@ def know_table(args, model, tokenizer, trained: dict, seq_len: int) -> str:
         sizes = {seq_len, seq_len * trained.get("micro_batch_size", 8), trained.get("batch_tokens", 8 * seq_len)}
         touched = [(n, rows_of_batches(data, n // seq_len)) for n in sorted(sizes) if n // seq_len <= data.n_windows]
     result, arrays = embeddings.report(model, tokenizer, counts=counts, touched=touched, words=args.words)
-    result["png"] = beside(args.run, "embeddings.png")
-    try:
-        embeddings.plot(arrays, result["png"])
-    except OSError as error:
-        print(f"eval.py: no picture: {error}", file=sys.stderr)
-        result["png"] = None
+    result["png"] = drawn(args.run, "embeddings.png", lambda path: embeddings.plot(arrays, path))
     return json.dumps(result) if args.json else embeddings.text(result)
 
 

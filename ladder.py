@@ -29,7 +29,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stack.config import RunFailed, as_command, load, not_installed, save_json, to_dict, written_aside
+from stack.config import ROOT, RunFailed, as_command, load, not_installed, save_json, to_dict, written_aside
 
 try:
     import numpy as np
@@ -42,14 +42,13 @@ except ModuleNotFoundError as error:
 
 from stack.counts import build, flops_per_token
 from stack.data.shards import read_meta
-from stack.law import draw, draws, fit, interval, predict
+from stack.law import bootstrap, fit, interval, plot, predict
 from stack.log import read_log
 from stack.rungs import REACH, Rung, beyond, describe, family, ladder, own_flops, parameters, reach, seconds, tops
 from stack.start import check
 from stack.train_config import TrainConfig
 
 PROBE_STEPS = 12
-ROOT = Path(__file__).parent
 
 
 @dataclass
@@ -203,7 +202,7 @@ def conclude(cfg: ModelConfig, train: TrainConfig, rungs: list[Rung], points: li
     """The law of the points that are not held out, how far off it is on those that are, and what it predicts."""
     n, d, loss = (np.array([p[key] for p in points if not p["held_out"]]) for key in ("parameters", "tokens", "loss"))
     law = fit(n, d, loss)
-    drawn, per_nat = draws(law, n, d, loss), points[0]["bpb"] and points[0]["bpb"] / points[0]["loss"]
+    drawn, per_nat = bootstrap(law, n, d, loss), points[0]["bpb"] and points[0]["bpb"] / points[0]["loss"]
 
     def predicted(n, d) -> dict:
         value, between = float(predict(law, n, d)), interval([predict(one, n, d) for one in drawn])
@@ -286,7 +285,7 @@ def main():
             sys.exit(1)
         write(folder, result)
         with written_aside(folder / "ladder.png") as aside:
-            draw(result).savefig(aside, format="png", dpi=120)
+            plot(result).savefig(aside, format="png", dpi=120)
         print(f"{table(result)}\nsaved in {folder}: ladder.json, ladder.png")
 
 

@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-INIT_STD = 0.02  # GPT-2's; nn.Embedding's own N(0, 1) starts a tied model at a loss of ~500 nats
+INIT_STD, INIT_WIDTH = 0.02, 128  # GPT-2's, the demo's; nn.Embedding's own N(0, 1) starts a tied model at ~500 nats
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN's plans each anew
 
 
@@ -297,11 +297,11 @@ class KVCache:
 
 @torch.no_grad()
 def init(layer, summands: int = 1):
-    """A layer that starts without bias, a table from N(0, 0.02²), a linear one from 128/d_model of the variance, so
+    """A layer that starts without bias, a table from N(0, 0.02²), a linear one from INIT_WIDTH/d_model of that, so
     that what leaves it is as large at every width (docs/scaling-laws.md).  Where a branch ends in the residual stream
     that is divided by the 2L branches, summands of the stream.  Nothing overwrites these values later."""
-    width = 128 if isinstance(layer, nn.Embedding) else layer.out_features if summands > 1 else layer.in_features
-    layer.weight.normal_(std=INIT_STD / math.sqrt(summands * width / 128))
+    width = INIT_WIDTH if isinstance(layer, nn.Embedding) else layer.out_features if summands > 1 else layer.in_features
+    layer.weight.normal_(std=INIT_STD / math.sqrt(summands * width / INIT_WIDTH))
     if getattr(layer, "bias", None) is not None:
         layer.bias.zero_()
     return layer
@@ -509,7 +509,7 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
     and goes on.  `on_token(row, id)` is called for every new id and ends the row by returning True; `on_logits(logits)`
     (B, V) returns those to choose from.  With and without the cache, one of before that has the only prompt's beginning
-    or a new one, the ids are the same."""
+    or a new one, the ids are the same.  Pads are a document of their own."""
     limit, device, use_cache = model.cfg.max_seq_len, model.embed.weight.device, use_cache and model.cached
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")

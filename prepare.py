@@ -163,11 +163,16 @@ def mixtures(args):
     starts, weights = [0.0, *args.phases], [source.get("weight", 0) for source in args.recipe]
     if not any(map(bool, weights)):
         return None, [(0, None)]
-    phases = np.array([each if isinstance(each, list | tuple) else [each] * len(starts) for each in weights], float).T
+    phases = np.array([by_phase(each, len(starts)) for each in weights], float).T
     phases /= phases.sum(1, keepdims=True)
     over_all = np.diff([*starts, 1.0]) @ phases
     return over_all.tolist(), [(int(start * (args.max_tokens or 0)), shares) for start, shares in
                                zip(starts, phases.tolist(), strict=True)]
+
+
+def by_phase(weight, n: int) -> list:
+    """A source's weight in each of n phases."""
+    return list(weight) if isinstance(weight, list | tuple) else [weight] * n
 
 
 def count(text: str) -> int:
@@ -229,8 +234,7 @@ def read_recipe(path: str, known: set):
                 weight if several else [weight])) or several and len(weight) != len(phases) + 1:
             raise ValueError(f"{where} has weight={weight!r}; a number above 0 is needed, or a list of one for each of "
                              f"{len(phases) + 1} phase(s).\n{EXAMPLE}")
-    weights = [source.get("weight", 0) for source in sources]
-    weights = [each if isinstance(each, list | tuple) else [each] * (len(phases) + 1) for each in weights]
+    weights = [by_phase(source.get("weight", 0), len(phases) + 1) for source in sources]
     if not sources or not all(source.get("source") for source in sources) or not all(map(any, weights)):
         raise ValueError(f"{path}: every source needs a name, and a weight above 0.\n{EXAMPLE}")
     if empty := [number for number, phase in enumerate(zip(*weights, strict=True), 1) if not any(phase)]:

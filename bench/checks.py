@@ -18,10 +18,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from bench import head, peers
-from bench.measure import ROOT
 from bench.step import DOCUMENT, settings, write_data
 from model import GPT, fused_linear_cross_entropy, generate
 from stack import twins
+from stack.config import ROOT
 from stack.device import autocast, pick_dtype
 from stack.log import read_log
 from stack.parallel.ranks import Ranks

@@ -37,10 +37,11 @@ import torch.nn.functional as F
 
 from bench.checks import CHECKS, random_batch
 from bench.head import head_inputs, head_rows
-from bench.measure import ROOT, copy_rate, matmul_rate, print_table, read_rate, run_row, seconds
+from bench.measure import copy_rate, matmul_rate, print_table, read_rate, run_row, seconds
 from bench.step import settings, step_rows
 from model import GPT
 from stack import twins
+from stack.config import ROOT
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
 from stack.device import autocast, machine, peak_flops, pick_dtype
 from stack.exchange.hf_tokenizers import LETTERS

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
+from stack.config import ROOT
 from stack.device import machine
 
-ROOT = Path(__file__).resolve().parent.parent
 # What is timed for the ceilings: far beyond any cache, and long against starting a kernel
 MATMUL_SIZE, READ_BYTES = {"cpu": 2048, "cuda": 8192}, {"cpu": 1 << 30, "cuda": 8 << 30}
 

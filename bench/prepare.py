@@ -11,7 +11,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.measure import ROOT, choose, reset_peak, run_rows, seconds, spread
+from bench.measure import choose, reset_peak, run_rows, seconds, spread
+from stack.config import ROOT
 from stack.data.sources import Reader, Source
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer, train_tokenizer
 

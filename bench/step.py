@@ -22,9 +22,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bench import peers
-from bench.measure import ROOT, choose, matmul_rate, reset_peak, run_rows, spread, synchronize
+from bench.measure import choose, matmul_rate, reset_peak, run_rows, spread, synchronize
 from model import ModelConfig
-from stack.config import load, save_json
+from stack.config import ROOT, load, save_json
 from stack.counts import flops_per_token
 from stack.data.batches import Batches, TokenData
 from stack.data.shards import write_meta, write_shard

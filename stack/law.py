@@ -43,7 +43,7 @@ def fit(n, d, loss, law=None) -> np.ndarray:
     return np.array([found[0], found[1] + found[3] * mean_x, found[2] + found[4] * mean_y, found[3], found[4]])
 
 
-def draws(law, n, d, loss) -> np.ndarray:
+def bootstrap(law, n, d, loss) -> np.ndarray:
     """Laws of a bootstrap: what the law leaves over is dealt out again among the points and fitted.  (DRAWS, 5)"""
     left = np.log(loss) - np.log(predict(law, n, d))
     left = left * math.sqrt(len(left) / max(len(left) - len(law), 1))  # five constants have taken their part of it
@@ -56,7 +56,7 @@ def interval(values) -> list[float]:
     return [float(v) for v in np.percentile(values, (5, 95))]
 
 
-def draw(result: dict):
+def plot(result: dict):
     """Loss over FLOPs, a colour a width, with what was fitted and predicted; below, what the law leaves over."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(8, 7), layout="tight")

@@ -45,7 +45,7 @@ def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple
     """Peak learning rates (Muon's, AdamW's) for a model of this ModelConfig and a run of so many tokens.
 
     KNOWN's, carried over by published laws.  *Run*: sqrt(batch_tokens) * tokens^-0.3 (Delphi, marin's ladder of Qwen3
-    models, 0.2 % of the loss at 300 times the compute; HyperP, arXiv 2603.28743, finds -0.32). The first holds up to
+    models, 0.2 % of the loss at 300 times the compute; HyperP, arXiv 2603.28743, finds -0.32).  The first holds up to
     the critical batch, some 0.58 tokens^0.571 (Step Law, arXiv 2503.04715), and counts up to twice that; the second
     says of runs under a tenth of the known one nothing, and raises no rate further there.  *Shape*: Muon's goes with
     d_model^-0.5, for its update, scaled by 0.2 sqrt(max(m, n)), then has the same spectral norm at every width, and
@@ -57,6 +57,9 @@ def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple
     How much it matters: in Step Law's 1,911 runs a rate 2 times off the best costs 0.1 to 0.4 % of the loss, 4 times
     0.7 to 1 %; twice the demo's rate for the table cost nothing, half of it 5 % (docs/lab-notes.md).
     """
+    if optimizer not in KNOWN:
+        raise ValueError(f"No learning rate is known for optimizer {optimizer!r}: KNOWN in stack/optim.py has none. "
+                         "Set --adamw_lr.")
     muon, adamw, width, depth, known_tokens, known_batch = KNOWN[optimizer]
     batch_tokens = min(batch_tokens, 2 * 0.58 * tokens**0.571)
     run = math.sqrt(batch_tokens / known_batch) * max(tokens / known_tokens, 0.1) ** -0.3

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from model import ModelConfig
 from stack.config import ConfigError
-from stack.optim import KNOWN, rates, schedule
+from stack.optim import rates, schedule
 from stack.train_config import TrainConfig
 
 
@@ -87,9 +87,6 @@ def rated(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, 
     used = ("muon_lr", "adamw_lr") if cfg.optimizer == "muon" else ("adamw_lr",)
     if not (left_open := [name for name in used if getattr(cfg, name) is None]):
         return cfg
-    if cfg.optimizer not in KNOWN:
-        raise ConfigError(f"No learning rate is known for optimizer {cfg.optimizer!r}: KNOWN in stack/optim.py has "
-                          f"none. Set {' and '.join(f'--{name}' for name in left_open)}.")
     tokens, before = cfg.max_steps * cfg.batch_tokens, (saved or {}).get("train") or {}
     values = dict(zip(("muon_lr", "adamw_lr"), rates(model_cfg, tokens, cfg.batch_tokens, cfg.optimizer), strict=True))
     how = f"for {tokens:,} tokens, {cfg.batch_tokens:,} a step"

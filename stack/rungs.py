@@ -30,7 +30,7 @@ def family(cfg: ModelConfig, width: int) -> ModelConfig:
 
 
 def parameters(cfg: ModelConfig | GPT) -> int:
-    """Those that multiply; a table that is only looked up is none of them."""
+    """Those that multiply, each once; a table that is only looked up is none of them."""
     return num_params(cfg)["total"] - lookup_params(cfg)
 
 

@@ -333,6 +333,12 @@ def _put_aside(model, same: dict, seconds: float) -> list[str]:
 # Decoding
 
 
+def rounding(model) -> float:
+    """What may differ between two ways to compute a model's logits in the format of its weights, as share of the norm.
+    Narrower than fp32, model.py's own rounding is up to 0.01 times the root of the layers, measured with 3 and 30."""
+    return EXACT if model.embed.weight.dtype == torch.float32 else 0.02 * math.sqrt(model.cfg.n_layers)
+
+
 @torch.no_grad()
 def check_cache(model: GPT) -> GPT:
     """Let `generate` read with a cache where that gives the logits of `forward`; returns the model.  It does not where
@@ -344,11 +350,11 @@ def check_cache(model: GPT) -> GPT:
     with (_as_before(model), torch.compiler.set_stance("force_eager"), torch.autocast(device.type, enabled=False),
           _in_fp32(model) if small else contextlib.nullcontext()):
         model.eval()
+        bound = rounding(model)
         want, cache = model(ids), KVCache(model.cfg, 1, T, device, model.embed.weight.dtype)
         for part in ids.tensor_split(sorted({T // 2, max(T - 2, 0), T - 1} - {0}), 1):  # several at once, then one
             parts.append(model.hidden(part, cache=cache))
         got = model.logits(torch.cat(parts, 1))
-    bound = EXACT if model.embed.weight.dtype == torch.float32 or small else 0.02 * math.sqrt(model.cfg.n_layers)
     model.cached = not (got - want).norm() > bound * want.norm()  # NaN: damaged weights, which sample_next speaks of
     if not model.cached:
         warnings.warn("with the cache of generate this model computes other logits than without: all is read again for "
@@ -429,8 +435,7 @@ def _differs_at(make, step, model, cache, docs) -> int | None:
             at = _first_difference(make(model, wide, docs), model, wide, docs, EXACT)
         if at is not None:
             return at
-    # model.py's rounding alone is up to 0.01 times the root of the layers, measured with 3 and 30
-    return _first_difference(step, model, cache, docs, 0.02 * math.sqrt(model.cfg.n_layers))
+    return _first_difference(step, model, cache, docs, rounding(model))
 
 
 def _first_difference(step, model, cache, docs, bound: float) -> int | None:

@@ -22,7 +22,7 @@ from model import ModelConfig
 from stack import law as law_py
 from stack import rungs
 from stack.config import load, save_json
-from stack.law import draws, fit, interval, predict
+from stack.law import bootstrap, fit, interval, predict
 from stack.log import RunLog
 from stack.optim import rates
 from stack.train_config import TrainConfig
@@ -49,7 +49,7 @@ def test_law_is_found_again():
         n, d, loss = points(noise=0.002, seed=seed)
         loss[5] *= 1.1
         law = fit(n, d, loss)
-        low, high = interval([predict(one, *far) for one in draws(law, n, d, loss)])
+        low, high = interval([predict(one, *far) for one in bootstrap(law, n, d, loss)])
         assert low < high < 1.2 * low and predict(law, *far) == pytest.approx(predict(LAW, *far), rel=0.03)
         inside.append(low <= predict(LAW, *far) <= high)
     assert all(inside)
@@ -61,7 +61,7 @@ def test_draws_are_no_narrower_than_the_noise():
     for noise in (0.0005, 0.004):
         n, d, loss = points(noise)
         law = fit(n, d, loss)
-        low, high = interval([predict(one, 1e7, 2e8) for one in draws(law, n, d, loss)])
+        low, high = interval([predict(one, 1e7, 2e8) for one in bootstrap(law, n, d, loss)])
         widths.append(high - low)
     assert widths[1] > 2 * widths[0] > 0
 

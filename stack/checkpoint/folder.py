@@ -139,12 +139,12 @@ def recover(run_dir):
 
 
 def start_fresh(run_dir) -> str:
-    """Before a new run in an old run's folder: move all that the old one left to run_dir/previous/1, 2, ..., a run
-    folder like any other.  Returns the sentence that says so, or "" where there was nothing.
+    """Before a new run in an old run's folder, which is `occupied`: move all that the old one left to
+    run_dir/previous/1, 2, ..., a run folder like any other.  Returns the sentence that says so, or "" where there was
+    nothing.
 
     So the new run's best need not beat the old one's, and a run started by mistake has not destroyed another.
     """
-    recover(run_dir)
     run_dir = Path(run_dir)
     old, log = sorted(run_dir.glob("ckpt_*")), run_dir / "log.jsonl"
     if not old and not (log.is_file() and log.stat().st_size):  # nothing was trained
@@ -157,9 +157,8 @@ def start_fresh(run_dir) -> str:
 
 
 def go_back(run_dir, name: str) -> str:
-    """Make a run's checkpoint `name` its ckpt_last.  Later ones move to run_dir/previous/N, beside a copy of log and
-    settings as they were, so that the run's two lines do not mix.  Returns the sentence that says so, or ""."""
-    recover(run_dir)
+    """Make checkpoint `name` of an `occupied` run its ckpt_last.  Later ones go to run_dir/previous/N, beside a copy of
+    log and settings as they were, so that the two lines do not mix.  Returns the sentence that says so, or ""."""
     run_dir = Path(run_dir)
     step, later = _step(run_dir / name), []
     if name != "ckpt_last":
