@@ -8,8 +8,7 @@
     python train.py configs/demo.py --init_from=out/demo --data_dir=data/mine --out_dir=out/mine
                                      finetune a run, with --keep_moments branch off; hf:FOLDER is Hugging Face's
 
-Ctrl-C, SIGTERM, SIGUSR1 or a lost terminal finishes the step, saves and leaves with exit code 0; a second one leaves at
-once.
+Ctrl-C, SIGTERM, SIGUSR1 or a lost terminal finishes the step, saves and leaves with code 0; a second leaves at once.
 
 A run that was stopped or killed and resumed is the run that never stopped: batches, dropout and learning rate are
 functions of the position (seed, step, micro step, data rank), the rest of the state is in the checkpoint, and hyper-
@@ -252,7 +251,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if last or leaving:
             saves.finish()
             say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}" if not last else
-                f"saved in {out_dir}: python {'eval' if leaving else 'sample'}.py {shlex.quote(str(out_dir))}")
+                f"saved in {out_dir}{', stopped without a last evaluation' * leaving}: "
+                f"python {'eval' if leaving else 'sample'}.py {shlex.quote(str(out_dir))}")
             break
 
         started = time.perf_counter()

@@ -86,7 +86,7 @@ def _result(log) -> list[tuple]:
     rows = []
     if held:
         last, best = held[-1], min(held, key=lambda line: line["val_loss"])
-        rows.append(("held-out loss, nats per token", f"{last['val_loss']:.4f}"))
+        rows.append(("held-out loss, nats per token", f"{last['val_loss']:.4f}, step {last['step']:,}"))
         if last.get("val_bpb") is not None:
             rows.append(("held-out bits per byte", f"{last['val_bpb']:.4f}"))
         rows.append(("lowest held-out loss", f"{best['val_loss']:.4f}, step {best['step']:,}"))

@@ -529,12 +529,18 @@ def test_removed_is_taken(data, tmp_path):
 
 
 def test_asked_to_stop_while_it_is_evaluated_at_the_end(data, tmp_path, monkeypatch, capsys):
-    """Trained to the end there is nothing to go on with: how to evaluate is said."""
+    """Trained to the end there is nothing to go on with: that the score is missing is said, and how to get it."""
     real = train.evaluate
 
-    def stop_first(*args, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
+    def stop_last(*args, **options):
+        if runs.progress(out)["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **options)
-    monkeypatch.setattr(train, "evaluate", stop_first)
-    out = runs.run(data, tmp_path / "run", max_steps=2, eval_interval=2)
-    assert f"saved in {out}: python eval.py {out}" in capsys.readouterr().out
+    monkeypatch.setattr(train, "evaluate", stop_last)
+    out = tmp_path / "run"
+    runs.run(data, out, max_steps=4, eval_interval=2, save_interval=2)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"saved in {out}, stopped without a last evaluation: python eval.py {out}"
+    assert [line["step"] for line in runs.log(out, key="val_loss")] == [2] and runs.progress(out)["step"] == 4
+    page = (out / "report.html").read_text(encoding="utf-8")  # of what step its score is
+    assert "finished at step 4" in page and re.search(r"<th>held-out loss, nats per token<td>[\d.]+, step 2\n", page)
