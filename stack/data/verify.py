@@ -97,9 +97,9 @@ def summary(folder):
             lines.append(f"  {len(starts)} phases, from training tokens {', '.join(f'{n:,}' for n in starts)} on")
         if mixture["worst_points"] > Mixture.POINTS:
             longest, certain = mixture["longest_document"], mixture["certain_length"]
-            lines += [f"  WARNING: that is more than {Mixture.POINTS:g} points. The longest document has {longest:,} "
-                      f"tokens; with none above {certain:,} it would hold.",
-                      f"    Split long documents, or make the set {longest / max(1, certain):.1f} times as large."]
+            lines += ["    train.py shuffles windows and does not see that; for whoever reads the shards in order:",
+                      f"    the longest document has {longest:,} tokens; with none above {certain:,}, or a set "
+                      f"{longest / max(1, certain):.1f} times as large, it would be {Mixture.POINTS:g} points at most"]
         lines += [f"  it ends here because {name} does: more of that source, or less weight, makes more"
                   for name in mixture["ended_with"]]
     if divided := sum(source.get("divided", 0) for source in meta["sources"]):
