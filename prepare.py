@@ -543,13 +543,20 @@ def main(argv):
         stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter must not end the run
     try:
         if argv[:1] in (["verify"], ["show"]):
-            parser = Parser(prog=f"prepare.py {argv[0]}")
+            parser = Parser(prog=f"prepare.py {argv[0]}", description={
+                "verify": "Check every checksum, id, document and byte of a data set, and print its statistics.",
+                "show": "Print a document. Special tokens stand reversed on a terminal, in a file or pipe in ⟦⟧;\n"
+                        "a name without is text that looks like one."}[argv[0]])
             parser.add_argument("data", type=Path, help="a folder that prepare.py made, or one of llm.c's shards")
             if argv[0] == "show":
                 parser.add_argument("--doc", type=int, default=0, help="which document, counted from 0 (0)")
                 parser.add_argument("--split", default="train", help="train or val (train)")
             args = parser.parse_args(argv[1:])
-            verify(args.data) if argv[0] == "verify" else show(args.data, args.split, args.doc)
+            try:
+                verify(args.data) if argv[0] == "verify" else show(args.data, args.split, args.doc)
+                sys.stdout.flush()
+            except BrokenPipeError:  # `| head`
+                sys.stdout = open(os.devnull, "w")
         else:
             make(parse_args(argv))
     except KeyboardInterrupt:

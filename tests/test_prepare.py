@@ -393,6 +393,20 @@ def test_special_tokens_by_consent(tmp_path, vocabulary, capsys, monkeypatch):
     assert "options special" in capsys.readouterr().err
 
 
+def test_shown_apart_from_text_that_looks_so(tmp_path, vocabulary, capsys, monkeypatch):
+    """show marks what is a special token, on a terminal by what no text can do there; all else is as it was typed."""
+    (tmp_path / "a.txt").write_text("<|user|>\33[7m<|end|>\33[0m<|end|>é<|pad|><|user|><|user|>", newline="")
+    assert run(tmp_path / "a.txt", "--tokenizer", vocabulary, "--val_fraction", 0, "--special", "<|user|>", "--out",
+               tmp_path / "out") == 0
+    for terminal, mark, typed in ((False, "⟦{}⟧", "\33[7m<|end|>\33[0m<|end|>é<|pad|>"),
+                                  (True, "\33[7m{}\33[0m", "\\x1b[7m<|end|>\\x1b[0m<|end|>é<|pad|>")):
+        capsys.readouterr()
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        assert run("show", tmp_path / "out") == 0
+        user = mark.format("<|user|>")
+        assert capsys.readouterr().out == f"{user}{typed}{user}{user}\n"
+
+
 def test_a_trained_tokenizer_does_not_learn_the_names(tmp_path):
     """What is read as a token is no text to learn merges from."""
     text = "".join(f"<|user|>a{i % 7}<|end|>" for i in range(300))
@@ -863,10 +877,11 @@ def test_show_and_verify(tmp_path, corpus, vocabulary, capsys, monkeypatch):
     assert run("verify", out) == 0 and run("verify", tmp_path / "absent") == 2
     assert "tokens per document" in capsys.readouterr().out
     assert run("show", out, "--split", "test") == 2 and "It has train, val" in capsys.readouterr().err
-    process = subprocess.Popen([sys.executable, prepare.__file__, "show", out], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)  # `| head`
-    process.stdout.close()
-    assert (process.wait(), process.stderr.read()) == (0, b"")
+    for look in ("show", "verify"):
+        process = subprocess.Popen([sys.executable, prepare.__file__, look, out], stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)  # `| head`
+        process.stdout.close()
+        assert (process.wait(), process.stderr.read()) == (0, b"")
 
 
 # ---- the command line

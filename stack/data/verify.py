@@ -1,9 +1,9 @@
 """What a data set holds: a summary for people, every checksum, one document."""
 
-import os
 import shlex
 import sys
 from collections import Counter
+from itertools import groupby
 
 import numpy as np
 
@@ -177,7 +177,12 @@ def show(folder, split, number):
             break
     if not 0 <= number < n:
         raise ValueError(f"{folder}: {split} has no document {number}.\n  It has {n:,}, counted from 0.")
-    try:
-        print(on_terminal(tokenizer.decode(np.concatenate(parts)[1:].tolist())), flush=True)
-    except BrokenPipeError:  # `| head`
-        sys.stdout = open(os.devnull, "w")
+    print(readable(tokenizer, np.concatenate(parts)[1:].tolist()))
+
+
+def readable(tokenizer, ids) -> str:
+    """The text of ids, special tokens reversed on a terminal and in brackets elsewhere: their names may be text too."""
+    names = {i: on_terminal(name) for name, i in tokenizer.special_ids.items()}
+    before, after = ("\33[7m", "\33[0m") if sys.stdout.isatty() else "⟦⟧"
+    return "".join("".join(f"{before}{names[i]}{after}" for i in run) if special else on_terminal(tokenizer.decode(run))
+                   for special, run in groupby(ids, key=names.__contains__))
