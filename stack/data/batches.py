@@ -63,7 +63,7 @@ class TokenData:
         self.packing = packing or ("best_fit" if self.loss_on == "assistant" else "stream")
         if self.loss_on == "assistant" and (not chat or self.packing != "best_fit" or not doc_mask):
             raise ValueError(f"loss_on is assistant, and {self.dir} has no conversations.\n  Make a set of them with: "
-                             "python prepare.py FILE.jsonl --chat --out data/NAME" if not chat else
+                             "python prepare.py FILE.jsonl --chat --tokenizer RUN --out data/NAME" if not chat else
                              f"{self.dir} has conversations, which are laid whole and do not see each other.\n  Set "
                              "--packing=best_fit --doc_mask=true, or learn every token, the users' too, with "
                              "--loss_on=all.")

@@ -113,6 +113,18 @@ def test_limits_shards_and_the_tail_cut_no_conversation(tmp_path, words):
     assert len(documents(tmp_path / "c")) == 3 and {tuple(ids) for ids in documents(tmp_path / "c")} < want
 
 
+def test_a_tokenizer_of_its_own_is_said(tmp_path, words, capsys):
+    """Conversations alone are mostly to finetune a run on, which a tokenizer trained on them shares no ids with."""
+    file = write(tmp_path / "c.jsonl", [{"messages": talk} for talk in conversations(30, seed=5)])
+    (tmp_path / "mix.py").write_text(f"sources = [dict(source={str(file)!r}, weight=1, chat=True),\n"
+                                     f"           dict(source={__file__!r}, weight=1)]\n")
+    own = ["--vocab_size", "300"]
+    for name, says, argv in (("own", True, [file, "--chat", *own]), ("mixed", False, [tmp_path / "mix.py", *own]),
+                             ("theirs", False, [file, "--chat", "--tokenizer", words])):
+        assert prepare.main([*map(str, argv), "--out", str(tmp_path / name)]) == 0
+        assert ("which no run has" in capsys.readouterr().out) == says, name
+
+
 def test_conversations_stand_beside_text_in_a_recipe(tmp_path, words):
     """A source says for itself what it is; all of a text's tokens are learned, and of a conversation its answers."""
     write(tmp_path / "c.jsonl", [{"messages": talk} for talk in conversations(40, seed=6)])
