@@ -474,8 +474,8 @@ def get_tokenizer(job, state):
         print(f"tokenizer: {tokenizer.vocab_size:,} ids, trained on {human(sample['bytes'])}: {sample['part']} "
               "of the text")
         if all(source.chat for source in job.sources):
-            print("  That is a new tokenizer, which no run has. To finetune a run on these conversations, name that run "
-                  "instead: --tokenizer out/RUN")
+            print("  That is a new tokenizer, which no run has. To finetune a run on these conversations, name it: "
+                  "--tokenizer out/RUN")
     if any(source.chat for source in job.sources):
         if missing := chat.lacking(tokenizer):
             raise ValueError(f"the tokenizer {job.tokenizer} has no {', '.join(missing)}, which conversations need.\n"
