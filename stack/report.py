@@ -91,7 +91,7 @@ def _result(log) -> list[tuple]:
             rows.append(("held-out bits per byte", f"{last['val_bpb']:.4f}"))
         rows.append(("lowest held-out loss", f"{best['val_loss']:.4f}, step {best['step']:,}"))
     if train:
-        rows += [("training loss", f"{train[-1]['loss']:.4f}"), ("tokens seen", f"{train[-1]['tokens']:,}"),
+        rows += [("training loss", f"{train[-1]['loss']:.4f}"), ("tokens learned", f"{train[-1]['tokens']:,}"),
                  ("FLOPs", f"{train[-1]['flops']:.3g}"),
                  *([("spikes of the gradient", f"{n:,}")] if (n := train[-1].get("spikes")) else [])]
     return rows + [("time taken", datetime.timedelta(seconds=round(log[-1]["seconds"])))] if log else rows

@@ -67,8 +67,8 @@ def sharp(words, **changes) -> GPT:
     return model.eval()
 
 
-def save(path, model, words, *, train=None, step=0, data=None):
-    progress = {"step": step, "seqs_seen": 10 * step, "best_val": 9.0, "wandb_id": None}
+def save(path, model, words, *, train=None, step=0, data=None, tokens=0):
+    progress = {"step": step, "seqs_seen": 10 * step, "tokens": tokens, "best_val": 9.0, "wandb_id": None}
     checkpoint.save(path, "ckpt_last", model=model, tokenizer=words, model_cfg=model.cfg,
                     train_cfg=train or TrainConfig(), state=dict(progress=progress, data=data))
     return path

@@ -58,7 +58,7 @@ def test_the_numbers_are_the_runs(page):
     out, text = page
     rows = Page(text).rows
     train, held = runs.log(out, key="loss")[-1], runs.log(out, key="val_loss")[-1]
-    assert rows["training loss"] == f"{train['loss']:.4f}" and rows["tokens seen"] == "1,024"
+    assert rows["training loss"] == f"{train['loss']:.4f}" and rows["tokens learned"] == "1,024"
     assert rows["held-out loss, nats per token"] == f"{held['val_loss']:.4f}, step {held['step']:,}"
     assert rows["held-out bits per byte"] == f"{held['val_bpb']:.4f}"
     assert rows["all"] == f"{train_params(out):,}" and rows["torch"] == torch.__version__

@@ -141,7 +141,7 @@ def test_model_card_has_the_runs_facts(tmp_path, words, capsys):
                       splits={"train": [{**shard, "documents": 9, "bytes": 0}]})
     knobs = TrainConfig(data_dir=str(tmp_path / "books"), out_dir="me/run", seq_len=64, batch_tokens=640, seed=5,
                         muon_lr=6e-3, adamw_lr=3e-3)
-    save(tmp_path / "run", model, words, train=knobs, step=1200, data=meta["data_fingerprint"])
+    save(tmp_path / "run", model, words, train=knobs, step=1200, data=meta["data_fingerprint"], tokens=543_210)
     (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (
         {"step": 1000, "val_loss": 2.5, "val_bpb": 1.25}, {"step": 1200, "loss": 2.0},
         {"step": 1200, "val_loss": 2.25, "val_bpb": 1.125}, {"step": 1200, "val_loss": None, "val_bpb": None},
@@ -151,7 +151,7 @@ def test_model_card_has_the_runs_facts(tmp_path, words, capsys):
     run("export", tmp_path / "run", tmp_path / "card", "--license", "cc0-1.0")
     card = (tmp_path / "card" / "README.md").read_text()
     n = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "card").parameters())
-    for fact in (f"{n:,}", "1,200 steps", "768,000 tokens", "books: hf:org/web:sample, novels",
+    for fact in (f"{n:,}", "1,200 steps of 640 tokens, 543,210 learned in all", "books: hf:org/web:sample, novels",
                  meta["data_fingerprint"][:16], "trained from scratch", '"beta2": 0.95', "2.2500 nats", "1.1250 bits",
                  "Qwen3ForCausalLM", words.fingerprint[:16], "0.006 (Muon"):
         assert fact in card, fact
@@ -185,6 +185,7 @@ def test_model_card_names_the_optimizers_that_there_are(tmp_path, words, monkeyp
          data="d" * 64)
     run("export", tmp_path / "run", tmp_path / "hf")
     said = (tmp_path / "hf" / "README.md").read_text()
+    assert f"{9 * 10 * 2048:,} learned" in said  # of a checkpoint from before they were counted: those seen
     assert "| Learning rate | 0.0003 (Lion), " in said and "AdamW" not in said and "Muon" not in said
 
 
