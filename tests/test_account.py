@@ -295,6 +295,10 @@ def test_the_roofline_is_its_parts(path):
         flops = a["flops_doc_masked" if train.doc_mask else "flops_causal"]
         assert line["mfu"] * account.PEAK_TFLOPS[name] * 1e12 == pytest.approx(line["tok_per_s"] * flops)
         assert 0 < line["mfu"] < 1 and all(ms > 0 for ms in line["micro_step_ms"].values())
+        for share, hours in gpu["hours"].items():  # of no estimate, but at a given share: what --help says of them
+            assert hours * 3600 * float(share[:-1]) / 100 * gpu["peak_tflops"] * 1e12 == pytest.approx(
+                a["tokens"] * a["flops_causal"])
+    assert '"roofline": {"hours"}' in account.__doc__ and '{"40%": ...}' in account.__doc__ and "40%" in gpu["hours"]
 
 
 def test_a_gpu_with_endless_bandwidth_multiplies_only(monkeypatch):
