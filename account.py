@@ -15,8 +15,8 @@ documents of geometric length (a boundary is equally likely everywhere), cost le
 
 *Hours* follow from a roofline: each part of a compiled micro step takes what bounds it, matmuls or memory
 (stack/roofline.py; nobody has measured it, and it is an optimistic end).  MFU, the share of a GPU's peak rate, is what
-train.py would log then.  With --json they are "roofline": {"hours"} of each GPU; its other "hours" are for whoever knows
-a share of the peak: {"40%": ...} is the run's 6N + 6LTd, document masks or not, at 40 % of it.
+train.py would log then.  In --json these hours are {"roofline": {"hours"}} of a GPU. Its other "hours" are for whoever
+knows a share of the peak: {"40%": ...} is the run's 6N + 6LTd, document masks or not, at 40 % of it.
 
 *Decoding* one sequence reads every weight and the KV cache once per token, and is priced by memory bandwidth alone.
 1 GB is 1e9 bytes.

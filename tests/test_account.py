@@ -298,7 +298,7 @@ def test_the_roofline_is_its_parts(path):
         for share, hours in gpu["hours"].items():  # of no estimate, but at a given share: what --help says of them
             assert hours * 3600 * float(share[:-1]) / 100 * gpu["peak_tflops"] * 1e12 == pytest.approx(
                 a["tokens"] * a["flops_causal"])
-    assert '"roofline": {"hours"}' in account.__doc__ and '{"40%": ...}' in account.__doc__ and "40%" in gpu["hours"]
+    assert '{"roofline": {"hours"}}' in account.__doc__ and '{"40%": ...}' in account.__doc__ and "40%" in gpu["hours"]
 
 
 def test_a_gpu_with_endless_bandwidth_multiplies_only(monkeypatch):
