@@ -2,6 +2,7 @@
 
     sources.py    where documents come from: files, folders, Hugging Face
     formats.py    what is in a file: unpacked, checked, decoded, in records; FORMATS has a line for each kind of file
+    signatures.py what a file is by its first bytes, where its name says something else
     filters.py    which of them are kept: web, code, math
     tokenizer.py  byte-level BPE: trained by rustbpe, run by tiktoken
     parts.py      what of them is held out; special tokens by consent
