@@ -65,7 +65,8 @@ def reset_peak(device):
         now, highest = resident("VmRSS"), lambda: resident("VmHWM")
     else:
         return lambda: None
-    return lambda: round((highest() - now) / 2**20, 1)
+    # not below 0: where memory is short the system takes back pages of libraries that were in use at the reset
+    return lambda: max(round((highest() - now) / 2**20, 1), 0.0)
 
 
 def matmul_rate(device, dtype) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two busy processes on two cores spin at barriers
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it, and so would commands
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same under nohup
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 ROOT = Path(__file__).resolve().parent.parent
