@@ -1,5 +1,6 @@
 """Shared fixtures: the repository on the path, one thread (tests run side by side), tiny models."""
 
+import json
 import os
 import resource
 import signal
@@ -46,6 +47,30 @@ def data(tmp_path_factory):
     """A small data set; see runs.make_data."""
     import runs
     return runs.make_data(tmp_path_factory.mktemp("text") / "data")
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory):
+    """A small tokenizer in a file: training one takes longer than all the rest, and rayon does not survive a fork."""
+    from prepared import prose
+
+    from stack.data.tokenizer import train_tokenizer
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer([prose(0, 3000)], 400).save(path)
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """300 short documents in one .jsonl and 30 files, one of them the duplicate of a line; see prepared.py."""
+    from prepared import prose
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    docs = [prose(i, 5 + i % 40) for i in range(330)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in docs[:300]))
+    for i, text in enumerate([*docs[300:329], docs[7]]):
+        (folder / f"b_{i}.txt").write_text(text, newline="")
+    return folder
 
 
 @pytest.fixture

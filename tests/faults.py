@@ -1,4 +1,4 @@
-"""Faults at length, the long form of test_faults.py and test_prepare.py: each many times, and one table at the end.
+"""Faults at length, the long form of test_faults.py and test_prepare_continued.py: each many times, in one table.
 
     make faults                                    all of them, some 10 minutes on two cores and 4 GB of disk
     python tests/faults.py kills disk              some of them, by name
