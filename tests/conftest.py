@@ -50,6 +50,14 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def plain(data, tmp_path_factory):
+    """One ordinary run: 12 steps, evaluated and sampled on the way, with dropout."""
+    import runs
+    return runs.run(data, tmp_path_factory.mktemp("plain") / "run", max_steps=12, eval_interval=5, sample_interval=6,
+                    save_interval=4, dropout=0.1, keep=2)
+
+
+@pytest.fixture(scope="session")
 def vocabulary(tmp_path_factory):
     """A small tokenizer in a file: training one takes longer than all the rest, and rayon does not survive a fork."""
     from prepared import prose
