@@ -74,7 +74,8 @@ def test_watch(tmp_path):
     a process of its own, where no other test's memory is used again."""
     [seen] = runs.call_ranks(1, tmp_path, watched)
     assert (seen["state_mib"], seen["recompiled"]) == (32, 2) and seen["optimizer_seconds"] > 0
-    assert abs(seen["step_mib"] - 108) < 5 and 15 < seen["peak_mib"] - seen["step_mib"] < 40  # 16: the moments
+    # moments, like weights, have 16 MiB; libraries' pages that a step reads for the first time, up to 9 here
+    assert abs(seen["step_mib"] - 108) < 12 and 15 < seen["peak_mib"] - seen["step_mib"] < 40
 
 
 def test_seconds():
