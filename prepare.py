@@ -159,9 +159,9 @@ def parse_args(argv):
 
 def mixtures(args):
     """(shares of the sources over all, [(tokens from which a phase's mixture counts, its shares)]), or None for shares
-    where nothing has a weight."""
+    where nothing has a weight, or one source is all there is."""
     starts, weights = [0.0, *args.phases], [source.get("weight", 0) for source in args.recipe]
-    if not any(map(bool, weights)):
+    if not any(map(bool, weights)) or len(weights) == len(starts) == 1:
         return None, [(0, None)]
     phases = np.array([by_phase(each, len(starts)) for each in weights], float).T
     phases /= phases.sum(1, keepdims=True)

@@ -45,6 +45,22 @@ def test_tokens_follow_the_weights(tmp_path, vocabulary, capsys):
                for record, size in zip(records, (10, 40, 5), strict=True)), "it ends when a source does"
 
 
+def test_a_mixture_of_one_source(tmp_path, vocabulary):
+    """It is the data set that the source makes without a recipe; in phases, which change nothing of its text, too."""
+    path = recipe(tmp_path, (3,), (20,), "max_tokens = 20_000\nval_fraction = 0.05")
+    argv = ["--out", tmp_path / "plain", "--tokenizer", vocabulary, "--max_tokens", "20_000", "--val_fraction", "0.05"]
+    assert run(tmp_path / "source_0.jsonl", *argv) == 0
+    assert run(path, "--out", tmp_path / "one", "--tokenizer", vocabulary) == 0
+    path.write_text(path.read_text() + "phases = [0.5]\n")
+    assert run(path, "--out", tmp_path / "phases", "--tokenizer", vocabulary) == 0
+    for split in ("train", "val"):
+        ids = read_shards(tmp_path / "plain", split).tolist()
+        assert ids and ids == read_shards(tmp_path / "one", split).tolist()
+        assert ids == read_shards(tmp_path / "phases", split).tolist()
+    assert meta_of(tmp_path / "one")["mixture"] is None
+    assert meta_of(tmp_path / "phases")["mixture"]["shares"] == [[str(tmp_path / "source_0.jsonl"), 1.0]]
+
+
 PHASES = "max_tokens = 40_000\nphases = [0.6, 0.9]\nval_fraction = 0.05"
 SHARES = ([8, 1, 1], [2, 8, 0])  # of two sources, in three phases
 

@@ -387,7 +387,7 @@ class Mixture:
         at, i = np.unravel_index(np.argmax(off), off.shape)
         shares = np.round(counts.sum(axis=0) / counts.sum(), 4).tolist()
         most = max(max(weights) for _, weights in phases)
-        certain = self.POINTS / 100 * window * width / (1 + most * (len(self.weights) - 2))
+        certain = self.POINTS / 100 * window * width / (1 + most * max(0, len(self.weights) - 2))
         return {"shares": list(zip(names, shares, strict=True)), "window_tokens": window * width,
                 "longest_document": self.bins["longest"], "certain_length": int(certain),
                 "worst_points": round(100 * float(off[at, i]), 2), "worst_source": names[i],
