@@ -41,6 +41,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -52,7 +53,6 @@ import tokenize
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import chain, tee
-from math import ceil
 from pathlib import Path
 
 from stack.config import Parser, expand, explain
@@ -61,6 +61,7 @@ try:
     import numpy as np
 
     from stack.data import chat
+    from stack.data.filters import FILTERS
     from stack.data.parts import HELD, of_val, parts
     from stack.data.shards import read_header, read_meta, token_blocks, write_meta
     from stack.data.sources import UNKNOWN, Reader, Source
@@ -121,10 +122,11 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     args.source = list(map(expand, args.source))
     args.recipe = [dict(source=source) for source in args.source]
-    if any(map(is_recipe, args.source)):
+    if any(is_recipe(source, alone=len(args.source) == 1) for source in args.source):
         if len(args.source) > 1:
             parser.error(f"a recipe stands alone, without other sources: {' '.join(args.source)}")
-        recipe, options = read_recipe(args.source[0], set(vars(args)) - {"source", "recipe"})
+        recipe, options = read_recipe(args.source[0], {action.dest: action for action in parser._actions
+                                                       if action.dest not in ("help", "source")})
         parser.set_defaults(**{key: value if isinstance(value, bool | list) else str(value)
                                for key, value in options.items()})
         args = parser.parse_args(argv, argparse.Namespace(recipe=recipe))  # once more: flags win over the recipe
@@ -183,8 +185,9 @@ def count(text: str) -> int:
     return int(number)
 
 
-def is_recipe(source: str) -> bool:
-    """A .py file that assigns `sources` at its top level; any other is text. One that only seems to is refused."""
+def is_recipe(source: str, alone: bool = False) -> bool:
+    """A .py file that assigns `sources` at its top level; any other is text. One that only seems to is refused, and so
+    is one that is to be all of the text and assigns what recipes do."""
     code = Path(source).read_bytes() if source.endswith(".py") and os.path.isfile(source) else b""
     try:
         body = ast.parse(code).body
@@ -196,12 +199,24 @@ def is_recipe(source: str) -> bool:
         return False
     given = (target for node in body if isinstance(node, ast.Assign | ast.AnnAssign)
              for target in getattr(node, "targets", None) or [node.target])
-    return any(isinstance(name, ast.Name) and name.id == "sources" and isinstance(name.ctx, ast.Store)
-               for target in given for name in ast.walk(target))
+    if any(isinstance(name, ast.Name) and name.id == "sources" and isinstance(name.ctx, ast.Store)
+           for target in given for name in ast.walk(target)):
+        return True
+    pairs = [(target.id, node.value) for node in body * alone if isinstance(node, ast.Assign | ast.AnnAssign)
+             for target in getattr(node, "targets", None) or [node.target] if isinstance(target, ast.Name)]
+    lists = [name for name, value in pairs if isinstance(value, ast.List | ast.Tuple | ast.ListComp) and (
+        difflib.get_close_matches(name.lower(), ["sources"], 1, 0.8)
+        or re.search(r"\(source=|'source': ", ast.unparse(value)))]
+    if found := lists + [name for name, _ in pairs if name in OPTIONS and "_" in name]:
+        near = f" Is {lists[0]} meant to be sources?" if lists else ""
+        raise ValueError(f"{source} assigns {', '.join(dict.fromkeys(found))} as a recipe does, but no sources.{near}\n"
+                         f"{EXAMPLE}\n  To read it as text, give it another ending than .py.")
+    return False
 
 
-def read_recipe(path: str, known: set):
-    """(sources, options) as a recipe assigns them; names it does not know are refused."""
+def read_recipe(path: str, flags: dict):
+    """(sources, options) as a recipe assigns them; flags: argparse's actions by name.  Names that are neither's, and
+    values that are not what a flag or a source takes, are refused."""
     try:
         names = runpy.run_path(path)
     except Exception as error:
@@ -214,32 +229,55 @@ def read_recipe(path: str, known: set):
     if sorted({*bounds}) != bounds or len(bounds) < 2:
         raise ValueError(f"{path}: phases is {phases!r}; a list of rising shares of max_tokens between 0 and 1 is "
                          "needed.\n  With phases = [0.9] the second mixture begins at 0.9 of them.")
-    if not isinstance(sources, list | tuple) or not all(isinstance(source, dict) for source in sources):
+    if not sources or not isinstance(sources, list | tuple) or not all(isinstance(each, dict) for each in sources):
         raise ValueError(f"{path}: sources is {sources!r}; a list of dict(source=..., weight=...) is needed.\n"
                          f"{EXAMPLE}")
     places = [(f"{path}: source {i}", source, source_keys) for i, source in enumerate(sources, 1)]
-    for where, given, allowed in [(path, names, known), *places]:
+    for where, given, allowed in [(path, names, {*flags, "phases"}), *places]:
         for key in set(given) - allowed:
             near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(key, allowed, 1))
             raise ValueError(f"{where} has {key!r}, which is nothing known.{near}\n  Known are "
                              f"{', '.join(sorted(allowed))}.")
+    for key, value in names.items():
+        fits, needed = (True, "") if key == "phases" else taken(flags[key], value)
+        if not fits:
+            raise ValueError(f"{path} has {key} = {value!r}; {needed} is needed.")
+        whole = type(value) is float and value.is_integer()  # 10e9
+        names[key] = int(value) if whole else list(value) if isinstance(value, tuple) else value
     kinds = {field.name: field.type for field in fields(Source)}
     for where, source, _ in places:
         for key, value in source.items():
             if key != "weight" and not isinstance(value, kind := kinds[key]):
-                needed = "a string" if kind is str else "True or False"
+                needed = ("True or False" if kind is bool else "a string" if key != "filter" else
+                          f"{', '.join(filter(None, FILTERS))} or the name of one of yours in stack/data/filters.py")
                 raise ValueError(f"{where} has {key}={value!r}; {needed} is needed.\n{EXAMPLE}")
-        weight, several = source.get("weight", 0), isinstance(source.get("weight"), list | tuple)
-        if any(type(each) not in (int, float) or not 0 <= each < float("inf") for each in (
-                weight if several else [weight])) or several and len(weight) != len(phases) + 1:
-            raise ValueError(f"{where} has weight={weight!r}; a number above 0 is needed, or a list of one for each of "
+        if not source.get("source"):
+            raise ValueError(f"{where} has no name: {source!r}.\n{EXAMPLE}")
+        weights = by_phase(source.get("weight", 0), len(phases) + 1)
+        if any(type(each) not in (int, float) or not 0 <= each < float("inf") for each in weights) or not any(
+                weights) or len(weights) != len(phases) + 1:
+            weight = f"weight={source['weight']!r}" if "weight" in source else "no weight"
+            raise ValueError(f"{where} has {weight}; a number above 0 is needed, or a list of one for each of "
                              f"{len(phases) + 1} phase(s).\n{EXAMPLE}")
-    weights = [by_phase(source.get("weight", 0), len(phases) + 1) for source in sources]
-    if not sources or not all(source.get("source") for source in sources) or not all(map(any, weights)):
-        raise ValueError(f"{path}: every source needs a name, and a weight above 0.\n{EXAMPLE}")
+    weights = [by_phase(source["weight"], len(phases) + 1) for source in sources]
     if empty := [number for number, phase in enumerate(zip(*weights, strict=True), 1) if not any(phase)]:
         raise ValueError(f"{path}: in phase {empty[0]} no source has a weight above 0.\n{EXAMPLE}")
     return sources, names
+
+
+def taken(flag, value) -> tuple[bool, str]:
+    """(whether a recipe may assign this to an option, what is needed); flag: argparse's action of the option."""
+    number = type(value) in (int, float) and -math.inf < value < math.inf
+    if flag.nargs == 0:
+        return isinstance(value, bool), "True or False"
+    if flag.nargs == "+":
+        several = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+        return several, f"a list of strings, as [{str(value)!r}],"
+    if flag.choices:
+        return value in flag.choices, " or ".join(map(repr, flag.choices))
+    if flag.type in (count, int):
+        return number and value == int(value), "a whole number"
+    return (number, "a number") if flag.type is float else (isinstance(value, str), "a string")
 
 
 # ---- the run
@@ -336,7 +374,7 @@ def write_set(job, command, state):
     encode(job, tokenizer, state)
     both = all(split["shards"] for split in state["splits"].values())
     if job.val_fraction and state["longest"] and not both and not state["share"]:
-        share, least = ceil(100 * HELD / state["longest"]) / 100, HELD
+        share, least = math.ceil(100 * HELD / state["longest"]) / 100, HELD
         share, least = (share, least) if share <= 0.5 else (0.5, HELD // 16)
         if all(source.chat for source in job.sources):  # whole ones: as much as holds out one at least
             share = int(100 * state["lowest"] + 1) / 100

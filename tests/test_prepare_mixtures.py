@@ -192,16 +192,28 @@ def test_a_killed_mixture(tmp_path, vocabulary):
 @pytest.mark.parametrize("text, words", [
     ("sources = [dict(source='a', weight=1)]\nmax_token = 5", "'max_token'.* Did you mean max_tokens?"),
     ("sources = [dict(source='a', wait=1)]", "source 1 has 'wait'.* Did you mean weight?"),
-    ("sources = [dict(source='a')]", "a weight above 0"),
-    ("sources = []", "a weight above 0"),
-    ("sources = [dict(source='a', weight=[0, 0])]\nphases = [0.5]", "a weight above 0"),
+    ("sources = [dict(source='a', weight=1), dict(source='b')]", "source 2 has no weight; a number above 0"),
+    ("sources = [dict(source='a', weight=0)]", "source 1 has weight=0; a number above 0"),
+    ("sources = [dict(weight=1)]", r"source 1 has no name: \{'weight': 1\}"),
+    ("sources = []", r"sources is \[\]; a list of dict"),
+    ("sources = [dict(source='a', weight=[0, 0])]\nphases = [0.5]", r"source 1 has weight=\[0, 0\]; a number above 0"),
+    ("sources = [dict(source='a', weight=[])]", r"source 1 has weight=\[\]; a number above 0"),
     ("sources = [dict(source='a', weight=[1, 2])]", "one for each of 1 phase"),
     ("sources = [dict(source='a', weight=[1, 0])]\nphases = [0.5]", "in phase 2 no source has a weight"),
     ("sources = [dict(source='a', weight=1)]\nphases = [0.9, 0.5]", "a list of rising shares"),
     ("sources = [dict(source='a', weight=1)]\nphases = 0.5", "a list of rising shares"),
     ("sources = [dict(source='absent', weight=1)]", "absent not found"),
-    ("sources = [dict(source='stdlib', weight=1, filter='poems')]", "no filter 'poems'"),
-    ("sources = [dict(source='a', weight=1)]\nvocab_size = 'many'", "invalid count value: 'many'"),
+    ("sources = [dict(source='stdlib', weight=1, filter='poems')]", "no filter 'poems'.*\n.* math, .*filters.py"),
+    ("sources = [dict(source='a', weight=1, filter=lambda text: True)]", "filter=<.* math or .*filters.py is needed"),
+    *((f"sources = [dict(source='a', weight=1)]\n{given}", rf"data_x.py has {given[:9]}.*; {needed} is needed")
+      for given, needed in [("vocab_size = 'many'", "a whole number"), ("vocab_size = '300'", "a whole number"),
+                            ("vocab_size = 300.5", "a whole number"), ("max_tokens = float('inf')", "a whole number"),
+                            ("workers = True", "a whole number"), ("seed = None", "a whole number"),
+                            ("val_fraction = '0.1'", "a number"), ("val_fraction = float('nan')", "a number"),
+                            ("skip_bad = 'False'", "True or False"), ("chat = 1", "True or False"),
+                            ("errors = 'ignore'", "'strict' or 'replace'"), ("text_key = 3", "a string"),
+                            ("val = 'own.txt'", r"a list of strings, as \['own.txt'\],"),
+                            ("special = '<|user|>'", r"a list of strings, as \['<|user|>'\],")]),
     ("sources = [dict(source='a', weight=1)]\n1 / 0", "ZeroDivisionError"),
     ("sources = [dict(source='a', weight='3')]", "source 1 has weight='3'; a number above 0"),
     ("sources = [dict(source='a', weight=float('nan'))]", "source 1 has weight=nan; a number above 0"),
@@ -215,6 +227,11 @@ def test_a_killed_mixture(tmp_path, vocabulary):
     ("seed = 1\nsources = [dict(source='a', weight=1)\n", "data_x.py, line 2: .* never closed"),
     ("sources: list = [\n", "data_x.py, line 1: .* never closed"),
     ("seed, sources = 1, [\n", "data_x.py, line 1: .* never closed"),
+    ("source = [dict(source='a', weight=1)]", "assigns source as a recipe does, but no sources. Is source meant"),
+    ("Sources = []\nfor name in 'ab':\n    Sources.append(name)", "Is Sources meant to be sources"),
+    ("datasets = [{'source': 'a'}]\nseed = 1", "Is datasets meant to be sources"),
+    ("datasets: list = [dict(source=name) for name in 'ab']", "assigns datasets as"),
+    ("val_fraction = 0.1\nvocab_size = 300", "assigns val_fraction, vocab_size as a recipe does, but no sources"),
 ])
 def test_wrong_recipes(tmp_path, capsys, text, words):
     """A name that is not known, or a value of the wrong kind, is refused before anything is read."""
@@ -235,6 +252,14 @@ def test_recipe_or_text(tmp_path):
     for text in ("def f(sources):\n    return sources\n", "x[sources] = 1\n", "print 'sources = 1'\n sources = 2\n"):
         (tmp_path / "code.py").write_text(text)
         assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
+    (tmp_path / "code.py").write_text("seed, out, errors = 1, 'x', []\nsource = 'text'\nval = dict(source=source)\n")
+    assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
+    (tmp_path / "code.py").write_text("vocab_size = 50257\n")
+    assert len(prepare.parse_args([str(tmp_path / "code.py"), "stdlib"]).recipe) == 2
+    (tmp_path / "data_y.py").write_text("sources = (dict(source='stdlib', weight=3),)\n"
+                                        "max_tokens = 1e9\nseed = 5.0\nval = ('a.txt', 'b.txt')\nskip_bad = True\n")
+    args = prepare.parse_args([str(tmp_path / "data_y.py")])
+    assert (args.max_tokens, args.seed, args.val, args.skip_bad) == (10**9, 5, ["a.txt", "b.txt"], True)
     with pytest.raises(SystemExit):
         prepare.parse_args([str(tmp_path / "data_x.py"), "stdlib"])
     for path in (ROOT / "configs").glob("data_*.py"):

@@ -71,7 +71,8 @@ class Source:
     def __post_init__(self):
         if self.filter not in FILTERS:
             raise ValueError(f"{self.source}: there is no filter {self.filter!r}.\n"
-                             f"  Use {', '.join(filter(None, FILTERS))}, or leave it out.")
+                             f"  Use {', '.join(filter(None, FILTERS))}, leave it out, or add yours to "
+                             "stack/data/filters.py.")
         self.in_hub = self.source.startswith("hf:")
         self.text_key = formats.CONVERSATION if self.chat else self.text_key
         # passed: what was found and is not read: {".jpg (not known as text)": 3}
