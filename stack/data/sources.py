@@ -17,6 +17,7 @@ import glob
 import hashlib
 import io
 import itertools
+import json
 import os
 import platform
 import re
@@ -47,6 +48,7 @@ RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # waits between attempts to go on with an 
 MAY_BE_DATA = ("data set", ".json", ".tar", ".zip", ".7z", ".rar", ".lz4", ".pdf", ".epub", ".htm", ".xhtml", ".xml",
                ".rtf", ".doc", ".odt", ".xls", ".tex", ".rst", ".org", ".log", ".srt", ".yaml", ".yml", ".ipynb",
                ".eml", ".mbox", ".sql", ".db", ".avro", ".orc", ".feather", ".h5", ".npy", ".pkl")
+BESIDE = ".arrow (not of the data set saved there)"
 NO_RECORD = ("has no key", "is not an object")  # what the settings of some program look like
 COMMIT = re.compile("[0-9a-f]{40}")
 BOUNDARY_LINE = re.compile(rf"^{re.escape(BOUNDARY)}\r?$", re.MULTILINE)
@@ -121,12 +123,32 @@ def list_files(source: str) -> tuple[str, list[str], Counter]:
         link = f" (a link to {os.readlink(source)})" if os.path.islink(source) else ""
         raise FileNotFoundError(f"{source}{link} not found.\n  A source is a file, a folder, a glob in quotes, stdlib, "
                                 "or hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data set on Hugging Face.")
-    counts = Counter(passed.values())
+    stale = set() if os.path.isfile(source) else beside_saved(root, names)
+    names, counts = [name for name in names if name not in stale], Counter([*passed.values(), *[BESIDE] * len(stale)])
     if not names:
         raise FileNotFoundError(f"{source} has no files to read{listed(counts, '; passed over: ')}.\n  Looked for "
                                 f"{' '.join([*FORMATS, *ARCHIVES])}, also with {' '.join(PACKINGS)} behind. Text under "
                                 "other names is read when you name the files, or give a glob that matches them.")
     return root, sorted(names, key=natural), counts
+
+
+def beside_saved(root, names) -> set[str]:
+    """The .arrow files among these that are not of the data set which `datasets` saved in their folder: its caches, and
+    what is left of a save before."""
+    arrows = [name for name in names if name.endswith(".arrow")]
+    saved = {folder: {file["filename"] for file in written(Path(root, folder, "state.json"), "_data_files")}
+             for folder in {*map(os.path.dirname, arrows)}}
+    cached = {folder for folder in saved if Path(root, folder, "dataset_info.json").exists()}
+    return {name for name in arrows for folder, file in [os.path.split(name)]
+            if (file not in saved[folder] if saved[folder] else folder in cached and file.startswith("cache-"))}
+
+
+def written(path, key) -> list:
+    """What a JSON file of `datasets` lists; [] where it is none of its."""
+    try:
+        return [*json.loads(Path(path).read_bytes())[key]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
 
 
 def _no_file(path) -> str:
@@ -153,6 +175,10 @@ def _walk(folder: str, passed: dict):
             passed[root] = f"data set ({os.path.normpath(root)})" if ours else "folder met before (a link)"
             folders.clear()
             continue
+        if len(splits := written(f"{root}/dataset_dict.json", "splits")) > 1:
+            raise ValueError(f"{root} is a data set in {len(splits)} splits, {', '.join(splits)}, which are no one "
+                             f"text.\n  Name those to train on, as {os.path.join(root, splits[0])}, and with --val one "
+                             "to validate on.")
         met.add(_inode(root))
         passed |= {f"{root}/{name}": "hidden" for name in folders if formats.passed_over(name, ()) == "hidden"}
         folders[:] = sorted((name for name in folders if f"{root}/{name}" not in passed),
@@ -385,6 +411,9 @@ def open_hub(source: Source, commit: str = ""):
                           ) from None
     name, config, split, *rest = [*source.source[3:].split(":"), "", ""]
     local = os.path.exists(name)
+    if local and (more := beside_saved("", map(str, Path(name).rglob("*.arrow")))):
+        raise ValueError(f"{source.source} would read {min(more)} too, which is not of the data set saved there "
+                         f"({len(more)} such).\n  Name the folder itself, without hf:, or delete what is too much.")
     if not local and (name.startswith(("/", ".")) or name.count("/") > 1):
         raise FileNotFoundError(f"{source.source}: there is no folder {name} here.\n  On Hugging Face a data set is "
                                 "called OWNER/NAME.")

@@ -146,6 +146,31 @@ TABLE = {
     "a Spark output": ({"d.parquet/part-0.parquet": table(text=["a"]), "d.parquet/_SUCCESS": "",
                         "d.parquet/.part-0.crc": "x"}, "d.parquet", {}, ["a"],
                        {"passed": {"no ending (not known as text)": 1, "hidden": 1}}),
+    # what save_to_disk of Hugging Face's datasets writes
+    "a saved data set with its caches": (
+        {"s/a.arrow": table(".arrow", text=["a"]), "s/cache-0f.arrow": table(".arrow", indices=[0]),
+         "s/old.arrow": table(".arrow", text=["b"]), "s/state.json": '{"_data_files": [{"filename": "a.arrow"}]}'},
+        "s", {}, ["a"],
+        {"passed": {".arrow (not of the data set saved there)": 2, ".json (no key 'text')": 1}}),
+    "the same by a glob": (
+        {"s/a.arrow": table(".arrow", text=["a"]), "s/cache-0f.arrow": table(".arrow", text=["b"]),
+         "s/state.json": '{"_data_files": [{"filename": "a.arrow"}]}'}, "*/*.arrow", {}, ["a"],
+        {"passed": {".arrow (not of the data set saved there)": 1}}),
+    "a cache by its name": ({"s/cache-0f.arrow": table(".arrow", text=["b"]), "s/dataset_info.json": "{}"},
+                            "s/cache-0f.arrow", {}, ["b"], {"passed": {}}),
+    "the cache of a data set": (
+        {"a-train.arrow": table(".arrow", text=["a"]), "cache-0f.arrow": table(".arrow", text=["b"]),
+         "dataset_info.json": "{}"}, "", {}, ["a"],
+        {"passed": {".arrow (not of the data set saved there)": 1, ".json (no key 'text')": 1}}),
+    "caches of nobody's, state of another": (
+        {"cache-1.arrow": table(".arrow", text=["a"]), "x/cache-2.arrow": table(".arrow", text=["b"]),
+         "x/state.json": '{"_data_files": 7}'}, "", {}, ["a", "b"], {"passed": {".json (no key 'text')": 1}}),
+    "splits in a folder": (
+        {"in/d/dataset_dict.json": '{"splits": ["train", "test"]}', "in/d/train/a.arrow": table(".arrow", text=["a"])},
+        "in", {}, "in/d is a data set in 2 splits, train, test, .*in/d/train"),
+    "one split in a folder": (
+        {"dataset_dict.json": '{"splits": ["train"]}', "train/a.arrow": table(".arrow", text=["a"])}, "", {}, ["a"],
+        {}),
     "spaces and umlauts": ({"Bücher und so/Über (1).txt": "ü", "a\nb.txt": "n"}, "", {}, ["ü", "n"], {}),
     "links and loops": (
         {"own.txt": "o", "sub": Link("real"), "real/a.txt": "A", "real/up": Link(".."), "loop": Link("."),

@@ -317,6 +317,22 @@ def test_hub_mistakes(hub, tmp_path):
         texts(Source("hf:a:b:c:d"))
 
 
+def test_what_datasets_saved(tmp_path):
+    """Its rows and not its caches; of several splits the one that is named."""
+    import datasets
+    rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(20)]})
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match="2 splits, train, test, .*\n.*both/train"):
+        Source(str(tmp_path / "both"))
+    one, name = tmp_path / "both/train", f"hf:{tmp_path}/both"
+    assert texts(Source(str(one))) == texts(Source(name)) == texts(Source(f"hf:{one}")) == rows["text"][:]
+    assert texts(Source(f"{name}::test")) == ["row 0"]
+    datasets.load_from_disk(one).map(lambda row: {"text": row["text"] + "!"})
+    assert len(list(one.glob("*.arrow"))) == 2 and texts(Source(str(one))) == rows["text"][:]
+    with pytest.raises(ValueError, match="cache-.*\n.*without hf:"):
+        texts(Source(f"hf:{one}"))
+
+
 @pytest.mark.parametrize("offline", [True, False])
 def test_hub_that_cannot_be_reached(monkeypatch, offline):
     """Seconds, not minutes, and a sentence on how to bring the data here."""
