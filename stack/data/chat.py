@@ -18,11 +18,13 @@ them, so that the model can stop; of a document that is no conversation every to
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 LISTS = ("messages", "conversations")  # the keys of a record that may hold one
+FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'  # for messages
 OWN = "stack100m"  # Tokenizer.chat_template of this template; another is Jinja, an imported model's
 OPENINGS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>", "tool": "<|tool_result|>"}
 CALL, END = "<|tool_call|>", "<|end|>"
@@ -34,14 +36,14 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", **{role: ro
 # ---- messages
 
 
-def read(record, *, to_answer: bool = False) -> list[dict]:
+def read(record, *, to_answer: bool = False, counts: Counter | None = None) -> list[dict]:
     """The messages of {"messages": [{"role", "content"}]} or {"conversations": [{"from", "value"}]}, as the first has
-    them, to learn from or to answer.  Raises ValueError with what is wrong, to be put behind the record's name."""
+    them, to learn from or to answer.  counts: gets, as "field NAME", what stands beside these and is not read.  Raises
+    ValueError with what is wrong, to be put behind the record's name."""
     if not isinstance(record, dict):
         raise ValueError('is no object with "messages"')
-    who, what, said = next((form for form in (("role", "content", record.get("messages")),
-                                              ("from", "value", record.get("conversations")))
-                            if isinstance(form[2], list)), (None, None, None))
+    found = next((key for key in LISTS if isinstance(record.get(key), list)), None)
+    (who, what), said = ("from", "value") if found == LISTS[1] else ("role", "content"), record.get(found)
     if said is None:
         raise ValueError('has no list under "messages" or "conversations"; its keys are '
                          f"{', '.join(map(str, record)) or 'none'}")
@@ -52,9 +54,15 @@ def read(record, *, to_answer: bool = False) -> list[dict]:
         role, text, calls = message[who], message.get(what), message.get("tool_calls") or []
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"has a message ({number}) of role {role!r}; known are {', '.join(ROLES)}")
-        text = "" if text is None and calls else text
+        if message.get("function_call"):
+            raise ValueError(f"has a message ({number}, {role}) with a function_call; calls are read from tool_calls")
+        if not to_answer and ROLES[role] == "assistant" and message.get("weight") not in (None, 1):
+            raise ValueError(f"has a message ({number}, {role}) of weight {message['weight']}; all that the assistant "
+                             "says is learned alike")
+        text = "" if text is None and (calls or ROLES[role] == "system") else text
         if not isinstance(text, str):
-            raise ValueError(f"has a message ({number}, {role}) whose {what} is {type(text).__name__}; text is needed")
+            raise ValueError(f"has a message ({number}, {role}) whose {what} is "
+                             f"{json.dumps(text, default=str)[:40]}; text is needed")
         if not text.strip() and not calls and (text or ROLES[role] != "system"):
             raise ValueError(f"has an empty message ({number}, {role})")
         if calls and ROLES[role] != "assistant":
@@ -68,6 +76,9 @@ def read(record, *, to_answer: bool = False) -> list[dict]:
         raise ValueError("does not end with a message to answer, of user or tool")
     if not to_answer and all(message["role"] != "assistant" for message in messages):
         raise ValueError("has no message of the assistant, so nothing to learn")
+    if counts is not None:
+        counts.update(f"field {key}" for each in (record, *said) for key, value in each.items()
+                      if key not in (found, who, what, "tool_calls", "weight") and value not in (None, "", [], {}))
     return messages
 
 

@@ -331,7 +331,7 @@ def read_values(file, stream, key, skip):
         if not trouble and (final or end < len(text)):
             number, at, spoiled = number + 1, end, file.spoiled(text[at:end])
             if number > skip:
-                yield number, *(("", spoiled) if spoiled else text_of(value, key))
+                yield number, *(("", spoiled) if spoiled else text_of(value, key, file.counts))
         elif not final and len(text) - at <= MAX_LINE:
             data = stream.read(max(CHUNK, len(text) - at))  # as much again: what is long is not looked at too often
             final = not data
@@ -349,15 +349,16 @@ def read_values(file, stream, key, skip):
 def parse_json(file, line: str, key: str) -> tuple[str, str]:
     """(text of a JSON line, what is wrong with it)"""
     try:
-        return ("", spoiled) if (spoiled := file.spoiled(line)) else text_of(json.loads(line), key)
+        return ("", spoiled) if (spoiled := file.spoiled(line)) else text_of(json.loads(line), key, file.counts)
     except (ValueError, RecursionError) as error:
         return "", f"is not JSON ({error})"
 
 
-def text_of(record, key: str) -> tuple[str, str]:
+def text_of(record, key: str, counts) -> tuple[str, str]:
+    """(what is under the key, what is wrong with it); counts: of the Reader, for fields of conversations."""
     if key == CONVERSATION:
         try:
-            return json.dumps(chat.read(record), ensure_ascii=False), ""
+            return json.dumps(chat.read(record, counts=counts), ensure_ascii=False), ""
         except ValueError as error:
             return "", str(error)
     if not isinstance(record, dict):
@@ -437,7 +438,7 @@ def read_table(file: File, key: str, skip: int):
             texts = (text for part in parts for text in column_texts(part.column(path[0]), path[1:]))
             for number, text in enumerate(texts, before + 1):
                 if number > skip and key == CONVERSATION:
-                    yield number, *text_of({path[0]: text}, key)
+                    yield number, *text_of({path[0]: text}, key, file.counts)
                 elif number > skip:
                     text = file.decode(text, final=True, mark=True) if isinstance(text, bytes) else text
                     why = f"has nothing in column {key!r}" if text is None else file.spoiled(text)
@@ -502,8 +503,9 @@ def check_column(where, schema, key: str) -> list[str]:
 def no_column(where, key, names, more=""):
     names = list(names)
     found = "several columns" if key in names else "no column"
-    return BadFile(f"{where} has {found} {key!r}; it has {', '.join(names[:30])}.\n  Name the one that holds the text: "
-                   f"--text_key COLUMN{more}.")
+    needed = (f"A conversation is {chat.FORM}" if key == CONVERSATION else
+              f"Name the one that holds the text: --text_key COLUMN{more}")
+    return BadFile(f"{where} has {found} {key!r}; it has {', '.join(names[:30])}.\n  {needed}.")
 
 
 def column_texts(column, path):

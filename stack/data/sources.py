@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from stack.data import formats
+from stack.data import chat, formats
 from stack.data.filters import FILTERS
 from stack.data.formats import ARCHIVES, FORMATS, PACKINGS, WHOLE, BadFile, File
 from stack.data.shards import is_record, natural
@@ -330,7 +330,7 @@ class Reader:
                     if rows == STATE_ROWS:
                         state, rows = stream.state_dict(), 0
                     self.position, waits = (state, rows), list(RETRY_SECONDS)
-                    text, why = formats.text_of(row, key)
+                    text, why = formats.text_of(row, key, self.counts)
                     if not why:
                         self.read["rows"] += 1
                         yield text
@@ -369,8 +369,10 @@ class Reader:
         more = list(itertools.islice(others, 1000))
         more = (f"\n  So are {len(more)}{' or more' * (len(more) == 1000)} after it: {unit} "
                 f"{', '.join(map(str, more[:NOTES]))}{', ...' * (len(more) > NOTES)}.") if more else ""
-        raise ValueError(f"{path}: {unit} {number} {why}.{more}\n  Repair it, name another --text_key, or leave such "
-                         "records out with --skip_bad.")
+        form = f"\n  A conversation is {chat.FORM}." if self.source.chat else ""
+        other = "" if self.source.chat else "name another --text_key, "
+        raise ValueError(f"{path}: {unit} {number} {why}.{more}{form}\n  Repair it, {other}or leave such records out "
+                         "with --skip_bad.")
 
 
 def hash_text(record: str, counts: Counter):

@@ -66,6 +66,8 @@ def said_of(source: dict, where=" (meta.json lists them)") -> list[str]:
     read, passed = (listed(source.get(key, {}), before, where=where)
                     for key, before in (("read", "read "), ("passed", "passed over: ")))
     said = ["; ".join(filter(None, (read, passed)))] if read or passed else []
+    if fields := Counter({key.removeprefix("field "): n for key, n in source.items() if key.startswith("field ")}):
+        said.append(f"fields not read: {', '.join(f'{key} ({n:,})' for key, n in fields.most_common(20))}")
     if lines := source.get("boundary_lines"):
         said.append(f"{lines:,} lines are {BOUNDARY}, which is text here; with --separator '{BOUNDARY}' documents end "
                     "there")

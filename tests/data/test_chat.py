@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -80,10 +81,16 @@ A = {"role": "assistant", "content": "A"}
     ({"messages": [A, {"role": "user", "content": ""}]}, "empty message (2, user)"),
     ({"messages": [{"role": "assistant", "content": " \n"}]}, "empty message (1, assistant)"),
     ({"messages": [A, {"role": "tool", "content": ""}]}, "empty message (2, tool)"),
-    ({"messages": [A, {"role": "user", "content": None}]}, "content is NoneType"),
-    ({"messages": [A, {"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "content is list"),
+    ({"messages": [A, {"role": "user", "content": None}]}, "content is null; text is needed"),
+    ({"messages": [A, {"role": "user"}]}, "content is null"),
+    ({"messages": [A, {"role": "user", "content": [{"type": "text", "text": "x"}]}]}, 'content is [{"type": "text"'),
+    ({"messages": [A, A | {"content": None, "tool_calls": []}]}, "(2, assistant) whose content is null"),
+    ({"messages": [A, A | {"function_call": {"name": "f", "arguments": "{}"}}]}, "(2, assistant) with a function_call"),
+    ({"messages": [A, A | {"content": None, "function_call": {"name": "f"}}]}, "(2, assistant) with a function_call"),
+    ({"messages": [A, A | {"weight": 0}]}, "(2, assistant) of weight 0; all that the assistant says is learned"),
+    ({"conversations": [{"from": "gpt", "value": "A", "weight": 0.5}]}, "(1, gpt) of weight 0.5"),
     ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"), ({"messages": []}, "no message"),
-    ({"conversations": [{"from": "gpt", "value": 3}]}, "value is int"),
+    ({"conversations": [{"from": "gpt", "value": 3}]}, "value is 3"),
     ({"messages": [A | {"tool_calls": [{"function": {}}]}]}, "tool call (in 1)"),
     ({"messages": [A | {"tool_calls": "f"}]}, "tool call (in 1)"),
     ({"messages": [A, {"role": "user", "content": "x", "tool_calls": [{}]}]}, "only an assistant"),
@@ -92,6 +99,19 @@ def test_what_is_no_conversation_is_refused_by_name(record, says):
     with pytest.raises(ValueError) as refused:
         chat.read(record)
     assert says in str(refused.value)
+
+
+def test_what_says_nothing_changes_nothing():
+    """A system message without text, fields without a value, the weight that all have; other fields are counted."""
+    counts, user = Counter(), {"role": "user", "content": "U"}
+    talk = [{"role": "system", "content": None}, user | {"weight": 0, "name": None},
+            A | {"weight": 1, "function_call": {}, "reasoning_content": "R"},
+            A | {"reasoning_content": "R", "tool_calls": None}]
+    messages = chat.read({"messages": talk, "id": 5, "conversations": [A], "tools": []}, counts=counts)
+    assert messages == [{"role": "system", "content": ""}, user, A, A]
+    assert [*chat.parts(messages)] == [*chat.parts(messages[1:])]
+    assert counts == {"field reasoning_content": 2, "field id": 1, "field conversations": 1}
+    assert chat.read({"messages": [A | {"weight": 0}, user]}, to_answer=True) == [A, user]
 
 
 def test_jinja_says_the_same_and_refuses_special_names():

@@ -55,7 +55,7 @@ def test_every_form_and_file_gives_the_same_set(tmp_path, words, capsys):
     """Lines of both forms, parquet, a data set of Hugging Face's: the same conversations, ids as chat.encode's."""
     talks = [[{key: m[key] for key in ("role", "content")} for m in talk] for talk in conversations(60)
              if not any("tool_calls" in m for m in talk)]
-    ours = write(tmp_path / "ours.jsonl", [{"messages": talk} for talk in talks])
+    ours = write(tmp_path / "ours.jsonl", [{"messages": talk, "id": i} for i, talk in enumerate(talks)])
     theirs = write(tmp_path / "theirs.jsonl", [as_shared(talk) for talk in talks])
     pq.write_table(pa.table({"id": range(len(talks)), "messages": talks}), tmp_path / "t.parquet", row_group_size=7)
     (tmp_path / "hub").mkdir()
@@ -74,7 +74,8 @@ def test_every_form_and_file_gives_the_same_set(tmp_path, words, capsys):
     assert counts["learned_tokens"] == sum(int(marks.learned(np.array([*ids, 0])).sum()) for ids in want)
     assert counts["longest"] == max(map(len, want)) > 129
     assert counts["longer"]["256"] == sum(len(ids) > 257 for ids in want)
-    assert f"{len(talks)} conversations; turns: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len(talks)} conversations; turns: " in said and said.count(f"fields not read: id ({len(talks)})\n") == 1
     assert TokenData(out, "train", seq_len=64).loss_on == "assistant"
 
 
@@ -90,6 +91,15 @@ def test_what_is_no_conversation_is_named_or_counted(tmp_path, words, capsys):
     meta = make(words, tmp_path / "out", file, "--chat", "--skip_bad", "--val_fraction", "0.3")
     assert meta["sources"][0]["bad"] == 3 and "no message of the assistant" in str(meta["sources"][0]["notes"])
     assert meta["chat"]["conversations"] == 2 and len(meta["splits"]) == 2  # the last one is held out whole
+    for name, keys in (("alpaca", ("instruction", "input", "output")), ("pairs", ("prompt", "completion"))):
+        file = write(tmp_path / f"{name}.jsonl", [dict.fromkeys(keys, "x")])
+        make(words, tmp_path / "no", file, "--chat", code=2)
+        said = capsys.readouterr().err
+        assert f"its keys are {', '.join(keys)}" in said and chat.FORM in said and "--text_key" not in said
+        pq.write_table(pa.table({key: ["x"] for key in keys}), file.with_suffix(".parquet"))
+        make(words, tmp_path / "no", file.with_suffix(".parquet"), "--chat", code=2)
+        said = capsys.readouterr().err
+        assert f"it has {', '.join(keys)}" in said and chat.FORM in said and "--text_key" not in said
     (tmp_path / "notes.txt").write_text("just text")
     make(words, tmp_path / "out2", tmp_path / "notes.txt", "--chat", code=2)
     assert "has no conversations; they are in .jsonl" in capsys.readouterr().err
