@@ -388,9 +388,15 @@ def write_set(job, command, state):
         clean(job.folder, *OURS)
         sources = report(job, state)
         said = chain.from_iterable(said_of(source, "") for source in sources)
-        said = "\n".join([f"{left_out(sources)}.", *said, "  Give more text."])
-        raise ValueError(f"{' '.join(job.source)}: {human(state['bytes'])} of text are too little for train "
-                         f"and val{said}")
+        why, what = f"{human(state['bytes'])} of text are too little for train and val", "Give more text."
+        records = state["sources"][:len(job.recipe)]
+        if (n := sum(record["in_val"] for record in records)) and "train" not in splits:
+            why, what = f"all {n:,} documents stand in --val too, so none is left for train", "Give others."
+        elif not (any if job.weights else all)(record["done"] for record in records):  # then a limit ended it
+            limits = [f"--{key} {value}" for key in ("max_tokens", "max_bytes") if (value := getattr(job, key))]
+            cut = "; a conversation is not cut" * any(source.chat for source in job.sources)
+            why, what = f"{why}, and {' and '.join(limits)} ends it there{cut}", "Give a larger one."
+        raise ValueError("\n".join([f"{' '.join(job.source)}: {why}{left_out(sources)}.", *said, f"  {what}"]))
     # 5. What they are, in meta.json
     extra = {}
     if any(source.chat for source in job.sources):

@@ -246,6 +246,28 @@ def test_too_little_text(tmp_path, vocabulary, capsys, data):
         assert "too little for train and val" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("flags, says", [
+    (["--val", "a.jsonl"], "all 3 documents stand in --val too, so none is left for train.\n"),
+    (["--max_tokens", "2"], "train and val, and --max_tokens 2 ends it there.\n"),
+    (["--max_bytes", "1", "--max_tokens", "900"], "and --max_tokens 900 and --max_bytes 1 ends it there.\n"),
+    (["mix.py", "--max_tokens", "2"], "and --max_tokens 2 ends it there.\n"),
+    (["talk.jsonl", "--chat", "--max_tokens", "5"], "--max_tokens 5 ends it there; a conversation is not cut.\n"),
+    (["b.jsonl", "--max_tokens", "900"], "val.\n  b.jsonl: read 1 .jsonl by line\n  Give more text.\n"),
+])
+def test_too_little_text_says_why(tmp_path, vocabulary, capsys, monkeypatch, flags, says):
+    """The reason is the true one: a limit, or documents that are val's."""
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path, "a.jsonl", [prose(i, 20) for i in range(3)])
+    lines(tmp_path, "b.jsonl", ["b"])
+    talk = [{"role": "user", "content": prose(1, 9)}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    (tmp_path / "mix.py").write_text("sources = [dict(source=name, weight=1) for name in ('a.jsonl', 'b.jsonl')]")
+    source = [] if flags[0].endswith((".py", ".jsonl")) else ["a.jsonl"]
+    assert run(*source, *flags, "--out", "out", "--tokenizer", vocabulary) == 2
+    assert says in (said := capsys.readouterr().err), said
+    assert not list((tmp_path / "out").iterdir())
+
+
 # ---- a validation set of one's own
 
 
