@@ -93,8 +93,8 @@ def parse_args(argv):
     add("--out", metavar="FOLDER", help="folder of the data set (default: data/ and the name of the source)")
     add("--vocab_size", **number, help="ids of the tokenizer to be trained, special ones included (default 32768)")
     add("--tokenizer", default="", metavar="NAME",
-        help="use this one instead: gpt2 or another encoding of tiktoken, or where a tokenizer.json is: a file, a data "
-             "set, a run, hf:FOLDER of Hugging Face's")
+        help="use this one instead: gpt2 or another encoding of tiktoken; a data set, a run, or the tokenizer.json of "
+             "one; hf:FOLDER with Hugging Face's tokenizer.json")
     add("--tokenizer_bytes", **number, default=200_000_000, help="train it on a sample of this size (200e6)")
     add("--val_fraction", type=float, metavar="X", help="share of the text held out for validation (0.01)")
     add("--val", nargs="+", default=[], metavar="SOURCE",

@@ -246,10 +246,11 @@ class Tokenizer:
         data = data if isinstance(data, dict) else {}
         found, version = data.get("format"), data.get("version")
         if (found, version) != (FORMAT, VERSION):
-            kind = "is Hugging Face's tokenizer file" if "added_tokens" in data else (
+            theirs = "added_tokens" in data
+            kind = "is Hugging Face's tokenizer file" if theirs else (
                 f"has format {found!r}, version {version!r}" if found else "is no tokenizer of ours")
-            raise ValueError(f"{path} {kind}; {needed}.\n  Convert its folder with: python "
-                             "convert.py import FOLDER out/RUN, or write hf:FOLDER.")
+            raise ValueError(f"{path} {kind}; {needed}.\n  " + (
+                f"prepare.py takes it as --tokenizer hf:{path.parent}" if theirs else "Name a data set or a run."))
         try:
             ranks = {token.encode() if isinstance(token, str) else bytes(token): rank
                      for rank, token in enumerate(data["tokens"]) if token is not None}

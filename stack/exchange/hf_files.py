@@ -13,6 +13,9 @@ def local(folder) -> Path:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder on this machine.\n  Download the model first: hf download NAME "
                                 f"--local-dir {path}")
+    if (path / "state.json").is_file() or any(path.glob("ckpt_*/state.json")):
+        raise ValueError(f"{path} is a run already, not a folder of Hugging Face's.\n  Name it as it is, without "
+                         "hf: or import.")
     return path
 
 

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from stack.data import chat
-from stack.data.tokenizer import BOUNDARY, Tokenizer
+from stack.data.tokenizer import BOUNDARY, FORMAT, Tokenizer
 from stack.exchange.hf_files import blaming, local, read_json
 
 # ByteLevel's own rule as tiktoken spells it, so that GPT-2's tokenizer has one fingerprint wherever it comes from
@@ -126,6 +126,8 @@ def tokenizer_from_hf(folder) -> Tokenizer:
         raise FileNotFoundError(f"{path} not found.\n  Save the tokenizer again with transformers, or name "
                                 "another: --tokenizer data/NAME (or tiktoken's name, --tokenizer gpt2).")
     data = read_json(path)
+    if data.get("format") == FORMAT:
+        raise ValueError(f"{path} is a tokenizer as prepare.py writes it.\n  Name its folder without hf:.")
     with blaming(path):
         bpe, added, pre = data["model"], data.get("added_tokens") or [], data.get("pre_tokenizer")
         specials = {token["content"]: token["id"] for token in added}

@@ -378,6 +378,26 @@ def test_a_damaged_file_is_named(tmp_path, words, capsys, name, content):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_is_a_run_already(tmp_path, words, capsys):
+    """Imported, or behind hf:, as a run folder or a checkpoint."""
+    save(tmp_path / "run", sharp(words), words)
+    for source in (tmp_path / "run", tmp_path / "run" / "ckpt_last", f"hf:{tmp_path / 'run'}"):
+        assert "is a run already" in refused(capsys, "import", source, tmp_path / "new")
+    with pytest.raises(ValueError, match="run already.*\n.*without hf:"):
+        hf_tokenizers.tokenizer_from_hf(f"hf:{tmp_path / 'run' / 'ckpt_last'}")
+
+
+def test_hugging_faces_file_is_sent_where_it_is_read(tmp_path, words):
+    """By the name that works, and only that: a folder with nothing but this file."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(hf_tokenizers.tokenizer_to_hf(words)))
+    with pytest.raises(ValueError, match=f"Hugging Face's .*\n  .* --tokenizer hf:{tmp_path}$"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+    assert hf_tokenizers.tokenizer_from_hf(f"hf:{tmp_path}").fingerprint == words.fingerprint
+    words.save(tmp_path)
+    with pytest.raises(ValueError, match="without hf:"):
+        hf_tokenizers.tokenizer_from_hf(f"hf:{tmp_path}")
+
+
 def test_a_tokenizer_can_be_named(tmp_path, words):
     """--tokenizer takes the place of the folder's own, if the table has its ids."""
     their_folder(tmp_path / "hf", "llama", words)
