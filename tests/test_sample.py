@@ -216,6 +216,15 @@ def test_special_strings_are_text_unless_asked_for(call, seen, run):
     assert seen[1] == [tokenizer.boundary_id, user, *tokenizer.encode("x")]
 
 
+@pytest.mark.parametrize("prompt, odd", [
+    ("<|nosuch|>hi <|user|>", "<|nosuch|>"), ("<|User|> <|user> <user|>", "<user|>, <|User|>, <|user>"),
+    ("<|user|>x <a|b> <p> x<|y | z|>", None)])
+def test_special_names_that_are_none_are_told(call, seen, run, prompt, odd):
+    said = [call("--prompt", prompt, "--max_new_tokens", "1", *flag).err for flag in ([], ["--special"])]
+    assert not said[0] and (f"sample.py: {odd} in the prompt is text" in said[1] if odd else not said[1])
+    assert not odd or "it has <|endoftext|>, " in said[1]
+
+
 def test_prompts_from_argument_file_and_stdin_are_the_same(call, seen, tmp_path):
     text = "déf\r\n  x\n"
     path = tmp_path / "prompt.txt"
