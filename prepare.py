@@ -251,6 +251,8 @@ def read_recipe(path: str, flags: dict):
                 needed = ("True or False" if kind is bool else "a string" if key != "filter" else
                           f"{', '.join(filter(None, FILTERS))} or the name of one of yours in stack/data/filters.py")
                 raise ValueError(f"{where} has {key}={value!r}; {needed} is needed.\n{EXAMPLE}")
+        if source.get("chat") and (of_text := {"text_key", "separator"} & {*source}):
+            raise ValueError(f"{where} has chat=True and {min(of_text)}, which is for text.")
         if not source.get("source"):
             raise ValueError(f"{where} has no name: {source!r}.\n{EXAMPLE}")
         weights = by_phase(source.get("weight", 0), len(phases) + 1)

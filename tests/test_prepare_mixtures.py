@@ -219,6 +219,7 @@ def test_a_killed_mixture(tmp_path, vocabulary):
     ("sources = [dict(source='a', weight=float('nan'))]", "source 1 has weight=nan; a number above 0"),
     ("sources = [dict(source='a', weight=1), dict(source=5, weight=1)]", "source 2 has source=5; a string"),
     ("sources = [dict(source='a', weight=1, chat='no')]", "source 1 has chat='no'; True or False"),
+    ("sources = [dict(source='a', weight=1, chat=True, text_key='talk')]", "source 1 has chat=True and text_key"),
     ("sources = 7", "sources is 7; a list of dict"),
     ("sources = ['notes/']", r"sources is \['notes/'\]; a list of dict"),
     ("sources: list = 'notes/'", "sources is 'notes/'; a list of dict"),
