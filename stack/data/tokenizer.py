@@ -249,8 +249,9 @@ class Tokenizer:
             theirs = "added_tokens" in data
             kind = "is Hugging Face's tokenizer file" if theirs else (
                 f"has format {found!r}, version {version!r}" if found else "is no tokenizer of ours")
+            rename = f"Rename it {FILE_NAME}; then " * (path.name != FILE_NAME)
             raise ValueError(f"{path} {kind}; {needed}.\n  " + (
-                f"prepare.py takes it as --tokenizer hf:{path.parent}" if theirs else "Name a data set or a run."))
+                f"{rename}prepare.py takes --tokenizer hf:{path.parent}" if theirs else "Name a data set or a run."))
         try:
             ranks = {token.encode() if isinstance(token, str) else bytes(token): rank
                      for rank, token in enumerate(data["tokens"]) if token is not None}

@@ -393,6 +393,9 @@ def test_hugging_faces_file_is_sent_where_it_is_read(tmp_path, words):
     with pytest.raises(ValueError, match=f"Hugging Face's .*\n  .* --tokenizer hf:{tmp_path}$"):
         Tokenizer.load(tmp_path / "tokenizer.json")
     assert hf_tokenizers.tokenizer_from_hf(f"hf:{tmp_path}").fingerprint == words.fingerprint
+    (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=f"\n  Rename it tokenizer.json; then .* --tokenizer hf:{tmp_path}$"):
+        Tokenizer.load(tmp_path / "other.json")
     words.save(tmp_path)
     with pytest.raises(ValueError, match="without hf:"):
         hf_tokenizers.tokenizer_from_hf(f"hf:{tmp_path}")
