@@ -5,10 +5,12 @@ Each piece computes what a function of model.py computes; twins.py attaches them
 
 import functools
 import math
+import operator
 import warnings
 import weakref
 
 import torch
+import torch.nn.functional as F
 
 import model as plain
 from model import GPT, KVCache
@@ -22,10 +24,11 @@ def compile_or_not(function, random: bool = False):
 
     On a CPU cheap operations are done again in the backward pass: 2.3 GB where keeping their results took 2.9 GB, and
     no slower (Stack-100M, 2 x 1024 tokens, 2 cores); operators of ours, like attention, are not cheap and are kept.
-    GPUs, not measured, keep PyTorch's choice.  random: it draws, as for dropout, which PyTorch (2.13) would do again
-    too, with other random numbers.
+    GPUs, not measured, keep PyTorch's choice, and linears are merged for them.  random: it draws, as for dropout, which
+    PyTorch (2.13) would do again too, with other random numbers.
     """
-    fast = torch.compile(function, dynamic=False)
+    backend = {"backend": merged} if torch.cuda.is_available() else {}
+    fast = torch.compile(function, dynamic=False, **backend)
 
     def call(*args, **options):
         try:
@@ -42,6 +45,49 @@ def compile_or_not(function, random: bool = False):
             failed = True
             return function(*args, **options)
     return call
+
+
+def merged(graph, inputs):
+    """A backend for torch.compile: Inductor, given a graph whose linears are merged."""
+    from torch._inductor.compile_fx import compile_fx
+    return compile_fx(merge_linears(graph), inputs)
+
+
+def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Of a traced graph, linears of one input (wq, wk, wv; w_gate, w_up) become one, and slices of what it returns: the
+    input is read once, and its gradient is one matmul, not several and their sum.
+
+    It sees what was traced, hooks included, whatever the model's code says.  Left alone are weights that are computed,
+    sharded, not trained like the others, or in the products' format already: autocast's cast of the others becomes a
+    copy into one matrix, these would need one of their own; and what was written into.
+    """
+    for part in (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)):  # recomputed ones too
+        groups, calls = {}, part.graph
+        for node in calls.find_nodes(op="call_function", target=F.linear):
+            x, weight, bias = (*node.args, None)[:3]
+            values = [n.meta.get("example_value") for n in (node, x, weight)]
+            if (all(n is None or n.op == "placeholder" for n in (weight, bias)) and not any(
+                    v is None or v._version or hasattr(v, "placements") for v in values)
+                    and values[2].ndim == 2 and values[2].dtype != values[0].dtype):
+                kind = bias is None, *((v.dtype, v.requires_grad) for v in values)
+                groups.setdefault((x, *kind), []).append(node)
+        for (x, bare, *_), nodes in groups.items():
+            if len(nodes) == 1:
+                continue
+            with calls.inserting_before(nodes[0]):
+                weight, bias = (calls.call_function(torch.cat, ([node.args[i] for node in nodes],))
+                                if i == 1 or not bare else None for i in (1, 2))
+                sizes = [node.meta["example_value"].shape[-1] for node in nodes]
+                whole = calls.call_function(F.linear, (x, weight, bias))
+                slices = calls.call_function(torch.split, (whole, sizes, -1))
+                for i, node in enumerate(nodes):
+                    mine = calls.call_function(operator.getitem, (slices, i))
+                    mine.meta.update(node.meta)  # without it the compiler's cache does not take the graph
+                    node.replace_all_uses_with(mine)
+            for node in nodes:
+                calls.erase_node(node)
+        part.recompile()
+    return graph
 
 
 def is_compilers(error: Exception) -> bool:

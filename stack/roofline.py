@@ -12,11 +12,16 @@ What is moved is a compiled block's, in bytes per token: l the matmuls' format, 
               norm and rotation of queries and keys, in and out                             2 l (q + k)
               the activation, in and out                                                    l (up + F)
     backward  the gradient cast for w_down; the activation: three reads or two, and writes  (4 + l) C + l (2 up + F)
-              norms: an input's gradient per matmul, input, gradient in and out, a cast     l (up / F + 5) C + 24 C
+              norms: an input's gradient per matmul, input, gradient in and out, a cast     l (n + 2) C + 24 C
               sums of output times gradient, for attention; queries and keys back           2 l q + 3 l (q + k)
+              the gradient of values into that of what wq, wk and wv return, where merged   2 l k
+
+n matmuls read a norm's output: one per norm where compiled.merge_linears makes them one, in 16 bits, else each linear.
 """
 
+import collections
 import math
+import re
 
 import torch
 
@@ -45,8 +50,10 @@ def moved_bytes(cfg, low: int) -> tuple[int, int]:
     """What everything but matmuls and attention moves in a block, forward and backward, per token."""
     C, F, q, k = cfg.d_model, cfg.d_ff, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     up, turned = F * (2 if cfg.mlp == "swiglu" else 1), q + k if cfg.qk_norm or cfg.pos == "rope" else 0
+    merged = low < 4
     forward = 2 * (4 + low) * C + low * C + (8 + 2 * low) * C + 2 * low * turned + low * (up + F)
-    backward = (4 + low) * C + low * (2 * up + F) + low * (up // F + 5) * C + 24 * C + 2 * low * q + 3 * low * turned
+    backward = (4 + low) * C + low * (2 * up + F) + low * ((2 if merged else up // F + 3) + 2) * C + 24 * C
+    backward += 2 * low * q + 3 * low * turned + 2 * low * k * merged
     return forward, backward
 
 
@@ -62,7 +69,10 @@ def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, m
 
     def matmul(r, c):
         return max(2 * N * r * c / rate, low * (N * (r + c) + r * c) / moved)
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2 and p not in looked_up]
+    shapes = collections.Counter()  # rows by name and columns, of what is merged together
+    for name, p in model.blocks.named_parameters():
+        if p.ndim == 2 and p not in looked_up:
+            shapes[re.sub(r"w_gate|w_up|\bw[qkv]\b", "merged", name) if low < 4 else name, p.shape[1]] += len(p)
     keys = [(width, counts.mean_keys(train.seq_len, mean_doc_len if train.doc_mask else None, window)
              + TILE / 2 * (1 + train.doc_mask)) for width, window in counts.attention_layers(model)]
     scores = N * sum(4 * width * seen for width, seen in keys)  # FLOPs forward; backward computes them again: 2.5 times
@@ -70,12 +80,12 @@ def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, m
     V, C = model.head_weight.shape
     chunks = math.ceil(N / default_chunk(N, V, dtype, "cuda"))
     muon, adamw = (owned(optimizers, kind) for kind in (Muon, AdamW))
-    n_cast, n = sum(p.numel() for p in matrices), sum(p.numel() for p in model.parameters())
+    n_cast, n = sum(rows * columns for (_, columns), rows in shapes.items()), sum(p.numel() for p in model.parameters())
     step = (20 * sum(p.numel() for p in muon) + 28 * sum(p.numel() for p in adamw) + 12 * n) / moved  # 12: clipping
     step += newton_schulz_flops(muon) / peak + IDLE
     around = n_cast * (4 + low + low + 8) + V * C * 12 + N * C * (8 + 12 + 24)  # casts, sums; lookups, the last norm
     return {
-        "block matmuls": (3 + again) * sum(matmul(*p.shape) for p in matrices),
+        "block matmuls": (3 + again) * sum(matmul(rows, columns) for (_, columns), rows in shapes.items()),
         "attention": scores * ((1 + again) / ahead + 2.5 / back),
         "pointwise and norms": N * cfg.n_layers * (forward * (1 + (train.remat != "none")) + backward) / moved,
         "head matmuls": 3 * matmul(V, C),

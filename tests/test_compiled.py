@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -32,7 +33,10 @@ def traced(monkeypatch, tiny):
     forward, backward = (functools.partial(look, kind) for kind in graphs)
     backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=backend, **options))
+
+    def merged(graph, inputs):  # one for all blocks: what is compiled by another backend is compiled again
+        return backend(compiled.merge_linears(graph), inputs)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=merged, **options))
     monkeypatch.setattr(compiled, "compiled", functools.cache(compiled.compile_or_not))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # else no gradients on a CPU
     monkeypatch.setattr(twins.kernels, "available", lambda: False)
@@ -69,6 +73,82 @@ def test_graphs_of_documents(traced, tiny, remat):
     attention = [[name for name in graph if "flex_attention" in name] for graph in graphs["backward"]]
     assert attention == [["flex_attention_backward"]] or remat == "none"  # which on CPUs means cheap ones again
     assert losses == pytest.approx(list(micro_steps(tiny(**SHAPE), 5)), rel=1e-5)
+
+
+def matmuls(graphs, name="mm") -> int:
+    return sum(f"aten.{name}" in called for called in graphs[-1])
+
+
+@pytest.mark.parametrize("changes, remat", [
+    (dict(), "none"), (dict(mlp="gelu", bias=True, norm="layernorm"), "selective")])
+def test_linears_of_one_input_are_one(traced, tiny, changes, remat):
+    """Under autocast: a block has 4 matmuls instead of 7 (6 with GELU) and 8 in its backward pass, recomputed or not;
+    the gradients are each parameter's own."""
+    _, graphs = traced
+    results = []
+    for compile in (True, False):
+        model = tiny(**SHAPE, **changes)
+        parallelize(model, Ranks(), torch.device("cpu"), remat=remat, compile=compile)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            list(micro_steps(model, 1))
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    assert matmuls(graphs["forward"], "addmm" if changes else "mm") == 4 and matmuls(graphs["backward"]) == 8
+    for name, grad in results[0].items():
+        want = results[1][name]
+        assert grad.is_contiguous() and (grad - want).norm() < 0.02 * want.norm() + 1e-6, name
+
+
+def test_without_casts_linears_stay(traced, tiny):
+    """In fp32, or with FSDP's weights, the copy into one matrix would be one that nobody needs."""
+    model, graphs = traced
+    parallelize(model, Ranks(), torch.device("cpu"), compile=True)
+    list(micro_steps(model, 1))
+    assert matmuls(graphs["forward"]) == 7 and matmuls(graphs["backward"]) == 14
+
+
+def gate_in_fp32(x, v, w):
+    first = F.linear(x, v)
+    with torch.autocast("cpu", enabled=False):
+        return first, F.linear(x, w)
+
+
+def written_between(x, v, w):
+    x = x + 1
+    first = F.linear(x, v)
+    x.view(-1).mul_(2)
+    return first, F.linear(x, w)
+
+
+def written_after(x, v, w):
+    return F.linear(x, v).relu_(), F.linear(x, w)
+
+
+def low_rank(x, v, w):
+    return F.linear(x, v), F.linear(x, w + w[:, :1] @ v[:1])
+
+
+@pytest.mark.parametrize("function, merged", [
+    (gate_in_fp32, 0), (written_between, 0), (written_after, 0), (low_rank, 0),
+    (lambda x, v, w: (F.linear(x, v), F.linear(x + 1, w)), 0), (lambda x, v, w: (F.linear(x, v), F.linear(x, w[0])), 0),
+    (lambda x, v, w: (F.linear(x, w), F.linear(x, v), F.linear(x, w)), 1)])
+def test_what_a_fork_may_write(function, merged):
+    """Linears are merged where it is the same, else left: values and gradients are those without."""
+    x, v, w = (torch.randn(shape, requires_grad=True) for shape in ((3, 5, 8), (4, 8), (6, 8)))
+    seen = []
+
+    def backend(graph, inputs):
+        graph = compiled.merge_linears(graph)
+        seen.append(str(graph.graph).count("torch.cat"))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+    torch._dynamo.reset()
+    results = []
+    for call in (function, torch.compile(function, backend=backend, dynamic=False)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outs = call(x, v, w)
+        results.append([*outs, *torch.autograd.grad([out.float().square().sum() for out in outs], (x, v, w))])
+    assert seen == [merged]
+    for want, got in zip(*results, strict=True):
+        assert got.dtype == want.dtype and (got - want).norm() < 0.01 * want.norm()
 
 
 def test_ddp_does_not_cut_blocks(traced, tmp_path):

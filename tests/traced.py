@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import GPT, ModelConfig
-from stack import compiled
+from stack import compiled, twins
 from stack.memory import activation_bytes
 from stack.optim import make_optimizers
 from stack.parallel.ranks import Ranks
@@ -62,8 +62,11 @@ def kept_bytes(model, loss_of) -> tuple[torch.Tensor, int]:
     """A loss, and the bytes that autograd keeps for its backward: each storage once, without parameters and their casts
     (by shape: nothing else has a weight's)."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    shapes = {shape for p in model.parameters() if p.ndim == 2 for shape in (p.shape, p.shape[::-1])}
-    kept = {}
+    rows = [sum(len(linear.weight) for linear in linears) for linears in (  # of what merge_linears makes one
+        (model.blocks[0].attn.wq, model.blocks[0].attn.wk, model.blocks[0].attn.wv),
+        (model.blocks[0].mlp.w_gate, model.blocks[0].mlp.w_up))]
+    shapes = [p.shape for p in model.parameters() if p.ndim == 2] + [torch.Size((n, model.cfg.d_model)) for n in rows]
+    shapes, kept = {*shapes, *(shape[::-1] for shape in shapes)}, {}
 
     def keep(x):
         if x.untyped_storage()._cdata not in weights and x.shape not in shapes:
@@ -83,6 +86,7 @@ def trace(compile: bool, documents: bool) -> dict:
         with CUDA:
             model = GPT(cfg)
         model.to = lambda device: model  # is there already; tensors without values cannot be exchanged
+        model.is_causal, twins.draws = True, lambda model: False  # else asked of numbers, once
         parallelize(model, Ranks(), CUDA, dtype=torch.bfloat16, compile=compile, doc_mask=documents)
         optimizers = make_optimizers(model)
         waits.seen.clear()
@@ -119,7 +123,10 @@ def main():
 
     def run(graph, inputs):
         return make_boxed_func(graph)
-    backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=min_cut_rematerialization_partition)
+
+    def backend(graph, inputs):
+        return aot(compiled.merge_linears(graph), inputs)
+    aot = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=min_cut_rematerialization_partition)
     compile = torch.compile
     torch.compile = lambda function, **options: compile(function, backend=backend, dynamic=options.get("dynamic"))
     rows = [trace(compile, documents) for compile in (False, True) for documents in (False, True)]
