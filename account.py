@@ -103,7 +103,8 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
     dtype = DTYPES.get(train.dtype, torch.bfloat16)  # auto: as on the GPUs below
     low, micro_tokens = dtype.itemsize, train.micro_batch_size * train.seq_len
     acts, whole = ({name: activation_bytes(cfg, low, compiled=name == "compiled", remat=remat,
-                                           mask_keys=train.seq_len * train.doc_mask)
+                                           mask_keys=train.seq_len * train.doc_mask,
+                                           residual=DTYPES[train.residual_dtype].itemsize)
                     for name in ("eager", "compiled")} for remat in (train.remat, "none"))
     per_token = {name: L * act["block"] + act["around"] for name, act in acts.items()}
     head, state = head_bytes(cfg, micro_tokens, dtype), train_state_bytes(model, optimizers)

@@ -44,7 +44,7 @@ from stack.checkpoint.tensors import forgotten, load_optimizers, load_weights
 from stack.counts import describe_groups, flops_per_token, num_params
 from stack.data.batches import Batches, TokenData, iterate_windows
 from stack.data.tokenizer import Tokenizer
-from stack.device import autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
+from stack.device import DTYPES, autocast, keep_freed_memory, peak_flops, pick_device, pick_dtype
 from stack.evaluation.held_out import evaluate
 from stack.exchange import hf
 from stack.log import RunLog, visible
@@ -140,7 +140,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
     replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile,
-                          doc_mask=cfg.doc_mask)
+                          doc_mask=cfg.doc_mask, residual_dtype=DTYPES[cfg.residual_dtype])
     if cfg.tp > 1:
         say(tensor_parallel.plan(model_cfg, cfg.tp))
     if theirs is not None:  # `model` is the bare module or its shards: evaluation, samples, checkpoints

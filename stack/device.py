@@ -92,6 +92,17 @@ def autocast(device: torch.device, dtype: torch.dtype):
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
+def round_residual(model, dtype: torch.dtype):
+    """Hand the residual stream to each block of a model in this format, under autocast: what blocks add to it, and with
+    that the stream behind the first, and its gradient, are autocast's.  Norms compute in fp32 all the same."""
+    def rounded(block, args):
+        x, *rest = args
+        return (x.to(dtype), *rest) if torch.is_autocast_enabled(x.device.type) else None
+    model.residual_dtype = dtype
+    for block in model.blocks:
+        block.register_forward_pre_hook(rounded)
+
+
 def keep_freed_memory():
     """On a CPU, let glibc keep freed blocks instead of returning them to the system.
 

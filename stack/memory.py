@@ -56,10 +56,11 @@ def train_state_bytes(model: GPT, optimizers: list[Optimizer]) -> int:
 
 
 def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str = "none",
-                     mask_keys: int = 0) -> dict[str, int]:
+                     mask_keys: int = 0, residual: int = 4) -> dict[str, int]:
     """Bytes per token that autograd keeps: of one block, and of everything around the blocks.
 
-    The residual stream is fp32 (the table is, and bf16 branches are added to it).  A norm keeps its input and 1/rms,
+    The residual stream is fp32 (the table is, and bf16 branches are added to it), or has `residual` bytes per value.  A
+    norm keeps its input and 1/rms,
     RMSNorm also the normalised values, which its gain multiplies.  Under autocast each linear casts the fp32 norm
     output for itself, so those of q, k and v keep three copies.  Attention keeps q, k, v, its output and the
     log-sum-exp per head.  Compiled, the fp32 intermediates are computed again from the block's input and the matmuls'
@@ -74,20 +75,21 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str =
     norm = 4 * C * (2 if cfg.norm == "rmsnorm" else 1) + moments
     attention = low * (2 * q + 2 * kv) + 4 * H
     dropped = C * (cfg.dropout > 0)  # a GPU's dropout keeps a byte per value
+    low_norms = residual < 4 and cfg.norm == "rmsnorm"  # they return the stream's format, LayerNorm fp32
     if remat == "block":
-        block = 4 * C
+        block = residual * C
     elif remat == "selective":
-        block = 4 * C + attention + low * (2 * C + up)
+        block = residual * C + attention + low * (2 * C + up)
     elif compiled:
-        block = 4 * C + 2 * moments + attention + low * (up + F) + 2 * dropped  # 4 * C: the input of the block
+        block = residual * C + 2 * moments + attention + low * (up + F) + 2 * dropped  # residual: the block's input
         block += low * 3 * C  # both norms' outputs, wo's output
         block += (low * (q + kv) + heads) * cfg.qk_norm  # q and k before their norm
     else:
-        copies = (3 + up // F) if low < 4 else 2  # of norm outputs
+        copies = (3 + up // F) if low < 4 and not low_norms else 2  # of norm outputs
         block = 2 * norm + attention + low * (copies * C + 2 * up) + (8 * (q + kv) + heads) * cfg.qk_norm + 2 * dropped
         block += low * mask_keys
     ids_and_targets = 16
-    return {"block": block, "around": norm + 4 * C + dropped + ids_and_targets}
+    return {"block": block, "around": norm + (residual if low_norms else 4) * C + dropped + ids_and_targets}
 
 
 def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,

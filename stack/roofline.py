@@ -5,18 +5,19 @@ its FLOPs at rates of its own; everything else its traffic.  Shares and rates ar
 by what is published; no run of this repository is among them, and what is left out (kernels that wait for each other, a
 slow host) only adds.  So this is an optimistic end.
 
-What is moved is a compiled block's, in bytes per token: l the matmuls' format, 4 the residual stream's.
+What is moved is a compiled block's, in bytes per token: l the matmuls' format, s the residual stream's.
 
-    forward   norms: the stream in, l C out; the second one adds wo's output first          2 (4 + l) C + l C
-              the stream at the end, of the input and both branches                         (8 + 2 l) C
+    forward   norms: the stream in, l C out; the second one adds wo's output first          2 (s + l) C + l C
+              the stream at the end, of the input and both branches                         2 (s + l) C
               norm and rotation of queries and keys, in and out                             2 l (q + k)
               the activation, in and out                                                    l (up + F)
-    backward  the gradient cast for w_down; the activation: three reads or two, and writes  (4 + l) C + l (2 up + F)
-              norms: an input's gradient per matmul, input, gradient in and out, a cast     l (n + 2) C + 24 C
+    backward  the gradient cast for w_down; the activation: three reads or two, and writes  (s + l) C + l (2 up + F)
+              norms: a gradient per matmul, input, wo's output, gradient in and out, cast   l (n + 2) C + 6 s C
               sums of output times gradient, for attention; queries and keys back           2 l q + 3 l (q + k)
               the gradient of values into that of what wq, wk and wv return, where merged   2 l k
 
-n matmuls read a norm's output: one per norm where compiled.merge_linears makes them one, in 16 bits, else each linear.
+Casts fall away where s is l.  n matmuls read a norm's output: one per norm where compiled.merge_linears makes them one,
+in 16 bits, else each linear.
 """
 
 import collections
@@ -27,7 +28,7 @@ import torch
 
 from model import GPT, default_chunk
 from stack import counts
-from stack.device import PEAK_TFLOPS
+from stack.device import DTYPES, PEAK_TFLOPS
 from stack.memory import owned
 from stack.optim import NS_STEPS, AdamW, Muon
 
@@ -46,13 +47,14 @@ def newton_schulz_flops(muon_params) -> int:
     return sum(NS_STEPS * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3) for p in muon_params)
 
 
-def moved_bytes(cfg, low: int) -> tuple[int, int]:
+def moved_bytes(cfg, low: int, residual: int) -> tuple[int, int]:
     """What everything but matmuls and attention moves in a block, forward and backward, per token."""
     C, F, q, k = cfg.d_model, cfg.d_ff, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     up, turned = F * (2 if cfg.mlp == "swiglu" else 1), q + k if cfg.qk_norm or cfg.pos == "rope" else 0
-    merged = low < 4
-    forward = 2 * (4 + low) * C + low * C + (8 + 2 * low) * C + 2 * low * turned + low * (up + F)
-    backward = (4 + low) * C + low * (2 * up + F) + low * ((2 if merged else up // F + 3) + 2) * C + 24 * C
+    merged, casts = low < 4, residual != low
+    forward = 4 * (residual + low) * C + low * C + 2 * low * turned + low * (up + F)
+    backward = casts * (residual + low) * C + low * (2 * up + F) + 6 * residual * C
+    backward += low * ((2 if merged else up // F + 3) + 1 + casts) * C
     backward += 2 * low * q + 3 * low * turned + 2 * low * k * merged
     return forward, backward
 
@@ -76,7 +78,7 @@ def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, m
     keys = [(width, counts.mean_keys(train.seq_len, mean_doc_len if train.doc_mask else None, window)
              + TILE / 2 * (1 + train.doc_mask)) for width, window in counts.attention_layers(model)]
     scores = N * sum(4 * width * seen for width, seen in keys)  # FLOPs forward; backward computes them again: 2.5 times
-    forward, backward = moved_bytes(cfg, low)
+    forward, backward = moved_bytes(cfg, low, DTYPES[train.residual_dtype].itemsize)
     V, C = model.head_weight.shape
     chunks = math.ceil(N / default_chunk(N, V, dtype, "cuda"))
     muon, adamw = (owned(optimizers, kind) for kind in (Muon, AdamW))

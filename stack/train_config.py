@@ -6,6 +6,8 @@ import typing
 
 from stack.config import NO_UTF8, expand, no_utf8
 
+NO_BFLOAT16 = ("residual_dtype is bfloat16, but what blocks add to the stream is {}: nothing would be saved. Set "
+               "--dtype=bfloat16, or leave out --residual_dtype.")
 PATHS = "data_dir", "out_dir", "init_from"
 
 
@@ -52,6 +54,8 @@ class TrainConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N, mps
     dtype: typing.Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    residual_dtype: typing.Literal["float32", "bfloat16"] = "float32"  # of the sum that blocks add to; bfloat16 rounds
+        # it after each, for less to move and to keep, and needs it for dtype too.  eval.py sums in float32 anyway
     tp: int = 1  # processes that hold one model together (tensor_parallel.py); the number of all is a multiple of it
     dp: typing.Literal["ddp", "fsdp"] = "ddp"  # several processes: a whole model in each, or a part of it
     remat: typing.Literal["none", "block", "selective"] = "none"  # keep less of a block, compute it again in backward
@@ -93,6 +97,8 @@ class TrainConfig:
         if self.checkpoint is not None and not re.fullmatch(r"ckpt_\w+", self.checkpoint):
             found.append(f"init_from ({self.init_from}): the name of a checkpoint in out_dir is needed behind resume:. "
                          "Write resume:ckpt_step_N.")
+        if self.residual_dtype == "bfloat16" and self.dtype not in ("auto", "bfloat16"):
+            found.append(NO_BFLOAT16.format(self.dtype))
         if self.keep_moments and self.init_from.startswith(("scratch", "hf:")):
             found.append(f"keep_moments needs a run to take moments from, and init_from is {self.init_from}. Set "
                          "--init_from=RUN, or leave out --keep_moments.")

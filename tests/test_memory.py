@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import account
 from model import GPT, ModelConfig
 from stack import memory
+from stack.device import round_residual
 from stack.parallel.ranks import Ranks
 from stack.parallel.sharding import parallelize
 from stack.train_config import TrainConfig
@@ -47,14 +48,16 @@ class LiveStorage(TorchDispatchMode):
         return out
 
 
-def saved_bytes_per_token(cfg, dtype, compiled, B=3, T=30):
+def saved_bytes_per_token(cfg, dtype, compiled, residual, B=3, T=30):
     """What autograd keeps, parameters and their casts left out (by shape: no other tensor may have a weight's)."""
     torch.manual_seed(0)
     model = GPT(cfg).train()
+    if residual == 2:
+        round_residual(model, torch.bfloat16)
     if compiled:  # inductor's own partitioning without its code generation, which would take half a minute
         torch._dynamo.reset()
         for block in model.blocks:
-            block.compile(backend="aot_eager_decomp_partition")
+            block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
     ids = torch.randint(0, cfg.vocab_size, (B, T))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shapes = {shape for p in model.parameters() if p.ndim == 2 for shape in (p.shape, p.shape[::-1])}
@@ -73,12 +76,14 @@ def saved_bytes_per_token(cfg, dtype, compiled, B=3, T=30):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype, residual", [("bfloat16", 4), ("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_activations_are_what_autograd_keeps(shape, dtype, compiled):
+def test_activations_are_what_autograd_keeps(shape, dtype, residual, compiled):
+    if residual == 2 and shape == "gpt2":
+        pytest.skip("autocast gives LayerNorm bf16 on a CPU, fp32 on a GPU, which is what is counted")
     cfg = tiny_config(**SHAPES[shape])
-    of = memory.activation_bytes(cfg, 2 if dtype == "bfloat16" else 4, compiled=compiled)
-    measured = saved_bytes_per_token(cfg, dtype, compiled)
+    of = memory.activation_bytes(cfg, 2 if dtype == "bfloat16" else 4, compiled=compiled, residual=residual)
+    measured = saved_bytes_per_token(cfg, dtype, compiled, residual)
     assert cfg.n_layers * of["block"] + of["around"] == pytest.approx(measured, rel=0.03)
 
 

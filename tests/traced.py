@@ -77,7 +77,7 @@ def kept_bytes(model, loss_of) -> tuple[torch.Tensor, int]:
     return loss, sum(storage.nbytes() for storage in kept.values())
 
 
-def trace(compile: bool, documents: bool) -> dict:
+def trace(compile: bool, documents: bool, residual: torch.dtype) -> dict:
     torch._dynamo.reset()
     counters.clear()
     compiled.compiled = functools.cache(compiled.compile_or_not)
@@ -87,7 +87,8 @@ def trace(compile: bool, documents: bool) -> dict:
             model = GPT(cfg)
         model.to = lambda device: model  # is there already; tensors without values cannot be exchanged
         model.is_causal, twins.draws = True, lambda model: False  # else asked of numbers, once
-        parallelize(model, Ranks(), CUDA, dtype=torch.bfloat16, compile=compile, doc_mask=documents)
+        parallelize(model, Ranks(), CUDA, dtype=torch.bfloat16, compile=compile, doc_mask=documents,
+                    residual_dtype=residual)
         optimizers = make_optimizers(model)
         waits.seen.clear()
         totals = torch.zeros(2, device=CUDA)
@@ -108,10 +109,11 @@ def trace(compile: bool, documents: bool) -> dict:
         torch._foreach_mul_(grads, (1 / (norm + 1e-6)).clamp(max=1))
         for optimizer in optimizers:
             optimizer.step()
-    said = activation_bytes(cfg, 2, compiled=compile, mask_keys=T * documents)
+    said = activation_bytes(cfg, 2, compiled=compile, mask_keys=T * documents, residual=residual.itemsize)
     said = cfg.n_layers * said["block"] + said["around"]
-    return dict(kind=("compiled" if compile else "eager") + ", documents" * documents, graphs=counters["stats"][
-        "unique_graphs"], breaks=sum(counters["graph_break"].values()), again=counters["stats"]["unique_graphs"]
+    kind = ("compiled" if compile else "eager") + ", documents" * documents + ", bf16 stream" * (residual.itemsize == 2)
+    return dict(kind=kind, graphs=counters["stats"]["unique_graphs"],
+        breaks=sum(counters["graph_break"].values()), again=counters["stats"]["unique_graphs"]
         - after_first, kept=kept / (ROWS * T), said=said, micro=in_micro_steps, rest=waits.seen[len(in_micro_steps):])
 
 
@@ -129,7 +131,8 @@ def main():
     aot = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=min_cut_rematerialization_partition)
     compile = torch.compile
     torch.compile = lambda function, **options: compile(function, backend=backend, dynamic=options.get("dynamic"))
-    rows = [trace(compile, documents) for compile in (False, True) for documents in (False, True)]
+    rows = [trace(compile, documents, torch.float32) for compile in (False, True) for documents in (False, True)]
+    rows += [trace(compile, True, torch.bfloat16) for compile in (False, True)]
     print(f"torch {torch.__version__}, {ROWS} x {T} tokens, bf16, no card, {datetime.date.today()}, `make trace`:\n")
     print("| | graphs | breaks | compiled again | kept, B a token | account.py | | waits, micro steps | optimizers |")
     print("|---|---|---|---|---|---|---|---|---|")

@@ -23,28 +23,36 @@ import torch.distributed as dist
 from model import GPT
 from stack import twins
 from stack.counts import undrawn
+from stack.device import round_residual
 from stack.parallel import tensor_parallel
 from stack.parallel.ranks import Ranks
 from stack.parallel.tensor_parallel import local
+from stack.train_config import NO_BFLOAT16
 
 BOUND = 5e-3  # of a difference, as its share of a gradient's norm: rounding makes 4e-6 (Stack-100M, GPT-2)
 FLOOR = 1e-4  # of the largest norm: smaller ones count as that.  The gradients of GPT-2's key biases are rounding alone
 
 
 def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", dtype: torch.dtype = torch.float32,
-                remat: str = "none", compile: bool = False, doc_mask: bool = False):
+                remat: str = "none", compile: bool = False, doc_mask: bool = False,
+                residual_dtype: torch.dtype = torch.float32):
     """This process's part of a built model, to be called like it; `model` itself is changed in place.
 
     The order is the only one that works: tensor parallelism changes what a projection holds, recomputation wraps a
     block, the compiler sees both, data parallelism goes around it all.  dtype: of the matmuls, as autocast has it.
     Each process builds the whole model, so that what a constructor sets is what all start from, and keeps its part.
-    doc_mask: whether it will be given documents, for `check_cut`.  Raises ValueError where a model cannot be cut.
+    doc_mask: whether it will be given documents, for `check_cut`.  residual_dtype: float32 or dtype, else ValueError,
+    as where a model cannot be cut.
     """
     sharded = dp == "fsdp" and ranks.dp_size > 1
     if ranks.tp > 1 and dtype == torch.float16:
         raise ValueError("dtype is float16, whose loss scaling would differ between the parts of a matrix. With tp "
                          f"({ranks.tp}) use --dtype=bfloat16 or float32.")
+    if residual_dtype not in (torch.float32, dtype):
+        raise ValueError(NO_BFLOAT16.format(str(dtype).removeprefix("torch.")))
     model.to(device)
+    if residual_dtype != torch.float32:
+        round_residual(model, residual_dtype)
     if ranks.tp > 1:
         tensor_parallel.apply(model, ranks.mesh["tp"])
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two dimensions, two sums
@@ -105,6 +113,8 @@ def whole(model, compile: bool = False):
     for name, buffer in model.named_buffers(remove_duplicate=False):  # those too that are not persistent
         module, _, own = name.rpartition(".")
         setattr(put_together.get_submodule(module), own, buffer)
+    if hasattr(model, "residual_dtype"):
+        round_residual(put_together, model.residual_dtype)
     if compile:
         twins.compile_blocks(put_together, next(put_together.parameters()).device, like=model)
     return put_together

@@ -104,13 +104,16 @@ def test_ddp_on_four(data, single, tmp_path, changes):
     assert_close(single(**changes), run_ranks(data, tmp_path, n=4, prepare=in_fp32, **SAME | changes))
 
 
-def test_bf16_is_autocast(data, single, tmp_path):
+@pytest.mark.parametrize("residual", ["float32", "bfloat16"])
+def test_bf16_is_autocast(data, single, tmp_path, residual):
     """Blocks gathered in bf16 compute what autocast makes of fp32 ones: the first loss, with gains of 1, to the last
     digits of fp32; later ones within bf16's."""
-    changes = dict(dtype="bfloat16", optimizer="adamw")
+    changes = dict(dtype="bfloat16", optimizer="adamw", residual_dtype=residual)
     out = run_ranks(data, tmp_path, dp="fsdp", **SAME | changes)
     one, two = ([line["loss"] for line in runs.log(run, key="loss")] for run in (single(**changes), out))
     assert two[0] == pytest.approx(one[0], rel=1e-6) and two == pytest.approx(one, rel=2e-3)
+    one, two = (runs.log(run, key="val_loss")[-1]["val_loss"] for run in (single(**changes), out))  # put together
+    assert two == pytest.approx(one, rel=2e-3)
     assert {t.dtype for t in weights(out).values()} == {torch.float32}
 
 
