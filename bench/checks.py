@@ -7,6 +7,7 @@ run too: that proves the script, and of the card nothing.
 import argparse
 import copy
 import functools
+import inspect
 import math
 import runpy
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from bench import head, peers
@@ -22,6 +24,7 @@ from bench.step import DOCUMENT, settings, write_data
 from model import GPT, fused_linear_cross_entropy, generate
 from stack import twins
 from stack.config import ROOT
+from stack.cpu import kernels
 from stack.device import autocast, pick_dtype
 from stack.log import read_log
 from stack.parallel.ranks import Ranks
@@ -87,6 +90,62 @@ def flagship(args, device) -> dict:
 def documents(args, device) -> dict:
     """The same under document masks, which plain PyTorch states as a boolean matrix."""
     return _beside_plain(args, device, documents=True)
+
+
+def attention_ways(docs, grouped: bool) -> dict:
+    """name -> function of q (B, H, T, D), k and v (B, K, T, D): causal attention and, but for "causal", attention
+    within the documents docs (B, T), in the ways that there are on this device."""
+    (B, T), device = docs.shape, docs.device
+
+    def causal(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    def seen():
+        return (docs[:, :, None] == docs[:, None]).tril()[:, None]
+
+    def boolean(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen(), enable_gqa=grouped)
+    ways = {"causal": causal, "boolean": boolean}
+    if device.type == "cpu":
+        return ways | {"kernels.cpp": lambda q, k, v: kernels.attention(q, k, v, seen())}
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) & (docs[b, q] == docs[b, k]), B, None, T, T, str(device))
+    flex = torch.compile(flex_attention, dynamic=False)
+    begins = torch.cat((torch.ones(B, 1, dtype=torch.bool, device=device), docs[:, 1:] != docs[:, :-1]), 1)
+    starts = torch.cat((begins.flatten().nonzero().flatten(), torch.tensor([B * T], device=device))).int()
+    longest = int(starts.diff().max())
+
+    def varlen(q, k, v):
+        from torch.nn.attention.varlen import varlen_attn
+        more = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # of a block's layout views
+        out = varlen_attn(*flat, starts, starts, longest, longest, window_size=(-1, 0), **more)
+        return out.unflatten(0, (B, T)).transpose(1, 2)
+    return ways | {"flex": lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=grouped), "varlen": varlen}
+
+
+def attention(args, device) -> dict:
+    """Attention within documents, and its gradients, in the ways there are, against PyTorch's under a boolean matrix in
+    fp32, of the inputs as rounded.  varlen_attn is nobody's default: where it is not to be had, that is said."""
+    model_cfg, cfg = settings(args, "--seq_len=2048")
+    H, K, dtype, seen = model_cfg.n_heads, model_cfg.n_kv_heads, pick_dtype(cfg.dtype, device), {}
+    begins = torch.rand(2, cfg.seq_len, generator=torch.Generator().manual_seed(0)) < 8 / cfg.seq_len
+    docs = begins.cumsum(1).to(device)
+    given = [torch.randn(2, cfg.seq_len, n, model_cfg.head_dim, device=device, dtype=dtype) for n in (H, K, K, H)]
+    ways = attention_ways(docs, H != K)
+
+    def result(way, dtype):
+        *tensors, towards = (x.to(dtype).transpose(1, 2).requires_grad_() for x in given)
+        out = way(*tensors)
+        return [out.detach(), *torch.autograd.grad(out, tensors, towards)]
+    want = result(ways["boolean"], torch.float32)
+    for name in [name for name in ways if name not in ("causal", "boolean")]:
+        try:
+            seen[f"{name}_error"] = _distance(result(ways[name], dtype), want)
+        except Exception as error:
+            seen[f"{name}_failed"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    errors = [error for name, error in seen.items() if name.endswith("_error")]
+    return seen | dict(ok=bool(errors) and max(errors) < 0.02 and not {"flex_failed", "kernels.cpp_failed"} & set(seen))
 
 
 def loss_head(args, device) -> dict:
@@ -217,6 +276,6 @@ def one_rank(args, device) -> dict:
     return errors | dict(ok=max(errors.values()) < 5e-3)
 
 
-CHECKS = {"flagship step": flagship, "document masks": documents, "loss head": loss_head, "decoding": decoding,
-          "id out of range": outside, "resume to the bit": resume, "losses of the CPU": losses,
+CHECKS = {"flagship step": flagship, "document masks": documents, "attention": attention, "loss head": loss_head,
+          "decoding": decoding, "id out of range": outside, "resume to the bit": resume, "losses of the CPU": losses,
           "one rank": one_rank}

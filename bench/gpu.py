@@ -6,8 +6,8 @@ they are installed; there is no download.  Each result is a line of JSON in --re
 the order of its worth, the machine first:
 
     right      checks.py, each against something that cannot be wrong in the same way
-    fast       the ceilings, a step by its parts, attention and head chunks against each other, whole steps beside the
-               peers', heads, decoding
+    fast       the ceilings, a step by its parts, settings against each other (linears merged or not, stream, attention,
+               head chunks: docs/gpu.md says which default follows), whole steps beside the peers', heads, decoding
     learning   what is left of the time, a quarter at least: configs/stack100m.py's shape on the Python code that is
                installed here
 
@@ -18,7 +18,6 @@ takes the card's context with it is a line too, and the rest goes on.
 import contextlib
 import functools
 import importlib.util
-import inspect
 import itertools
 import json
 import platform
@@ -31,19 +30,19 @@ import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
-from bench.checks import CHECKS, random_batch
+from bench.checks import CHECKS, attention_ways, random_batch
 from bench.head import head_inputs, head_rows
 from bench.measure import copy_rate, matmul_rate, print_table, read_rate, run_row, seconds
 from bench.step import settings, step_rows
 from model import GPT
-from stack import twins
+from stack import compiled, twins
 from stack.config import ROOT
 from stack.data.tokenizer import PATTERN, SPECIALS, Tokenizer
-from stack.device import autocast, machine, peak_flops, pick_dtype
+from stack.device import autocast, machine, peak_flops, pick_dtype, round_residual
 from stack.exchange.hf_tokenizers import LETTERS
 from stack.log import read_log
 from stack.optim import make_optimizers
@@ -101,20 +100,32 @@ def by_kind(call, device) -> dict:
     return ms
 
 
-def step_by_parts(args, device) -> dict:
-    """A micro step's blocks and head, and the optimizers: wall clock of each, and its kernels by kind."""
+def median_ms(call, args, device) -> float:
+    times = seconds(call, device, args.repeats)
+    return sorted(times)[len(times) // 2] * 1e3
+
+
+def compiled_model(args, device):
+    """The recipe's model on this device, its settings, and its blocks' forward and backward pass, to be called."""
     model_cfg, cfg = recipe(args, device)
-    dtype, model = pick_dtype(cfg.dtype, device), GPT(model_cfg).to(device)
+    model, dtype = GPT(model_cfg).to(device), pick_dtype(cfg.dtype, device)
     if cfg.compile:
+        torch._dynamo.reset()  # else it finds the program of another row
         twins.compile_blocks(model, device)
-    optimizers = make_optimizers(model, optimizer=cfg.optimizer)
     x, y, docs = random_batch(model_cfg, cfg.micro_batch_size, cfg.seq_len, device)
-    states = torch.randn(x.numel(), model_cfg.d_model, device=device, requires_grad=True)
 
     def blocks():
         with autocast(device, dtype):
             hidden = model.hidden(x, docs=docs)
         hidden.backward(torch.ones_like(hidden))
+    return model, cfg, y, blocks
+
+
+def step_by_parts(args, device) -> dict:
+    """A micro step's blocks and head, and the optimizers: wall clock of each, and its kernels by kind."""
+    model, cfg, y, blocks = compiled_model(args, device)
+    optimizers, dtype = make_optimizers(model, optimizer=cfg.optimizer), pick_dtype(cfg.dtype, device)
+    states = torch.randn(y.numel(), model.cfg.d_model, device=device, requires_grad=True)
 
     def head():
         with autocast(device, dtype):
@@ -126,73 +137,47 @@ def step_by_parts(args, device) -> dict:
             one.step()
     seen = {}
     for part in (blocks, head, optimizer):  # in this order: the last one needs the gradients of the others
-        times = seconds(part, device, args.repeats)
-        seen[f"{part.__name__}_ms"] = sorted(times)[len(times) // 2] * 1e3
+        seen[f"{part.__name__}_ms"] = median_ms(part, args, device)
         seen |= {f"{part.__name__}_{name.replace(' ', '_')}_ms": ms for name, ms in by_kind(part, device).items() if ms}
     return seen
 
 
-def attention(args, device) -> dict:
-    """Forward and backward of one layer's attention under document masks, in the ways there are; without, beside it."""
+def separate_linears(args, device) -> dict:
+    """The blocks of "step by parts" without merge_linears."""
+    with mock.patch.object(compiled, "merge_linears", lambda graph: graph):
+        return dict(blocks_ms=median_ms(compiled_model(args, device)[-1], args, device))
+
+
+def rounded_stream(args, device) -> dict:
+    """The blocks of "step by parts" with --residual_dtype=bfloat16."""
+    model, *_, blocks = compiled_model(args, device)
+    round_residual(model, torch.bfloat16)
+    return dict(blocks_ms=median_ms(blocks, args, device))
+
+
+def attention(way: str, args, device) -> dict:
+    """Forward and backward of one layer's attention, laid out as in a block."""
     model_cfg, cfg = recipe(args, device)
     B, T, H, K, D = cfg.micro_batch_size, cfg.seq_len, model_cfg.n_heads, model_cfg.n_kv_heads, model_cfg.head_dim
     docs, dtype = random_batch(model_cfg, B, T, device)[2], pick_dtype(cfg.dtype, device)
-    q, k, v = (torch.randn(B, n, T, D, device=device, dtype=dtype, requires_grad=True) for n in (H, K, K))
+    q, k, v = (torch.randn(B, T, n, D, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
+               for n in (H, K, K))
+    call = attention_ways(docs, H != K)[way]
 
-    def causal(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K)
-
-    def boolean(q, k, v, docs=docs):
-        mask = (docs[:, :, None] == docs[:, None]).tril()[:, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=H != K)
-    ways = {"sdpa_causal": causal}
-    if device.type == "cpu":
-        ways["sdpa_boolean"] = boolean
-    else:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-        block_mask = create_block_mask(lambda b, h, q, k: (q >= k) & (docs[b, q] == docs[b, k]), B, None, T, T,
-                                       str(device))
-        flex = torch.compile(flex_attention, dynamic=False)
-        ways["flex"] = lambda q, k, v: flex(q, k, v, block_mask=block_mask, enable_gqa=H != K)
-        begins = torch.cat((torch.ones(B, 1, dtype=torch.bool, device=device), docs[:, 1:] != docs[:, :-1]), 1)
-        starts = torch.cat((begins.flatten().nonzero().flatten(), torch.tensor([B * T], device=device))).int()
-        longest = int(starts.diff().max())
-
-        def varlen(q, k, v):
-            from torch.nn.attention.varlen import varlen_attn
-            grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-            flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-            return varlen_attn(*flat, starts, starts, longest, longest, window_size=(-1, 0), **grouped).unflatten(
-                0, (B, T)).transpose(1, 2)
-        ways["varlen"] = varlen
-    seen, want = {}, boolean(*(x[:1] for x in (q, k, v)), docs[:1]).float()
-    for name, way in ways.items():
-        def both(way=way):
-            out = way(q, k, v)
-            out.backward(torch.ones_like(out))
-            return out
-        try:
-            if name != "sdpa_causal":
-                seen[f"{name}_error"] = ((both()[:1].float() - want).norm() / want.norm()).item()
-            times = seconds(both, device, args.repeats)
-            seen[f"{name}_ms"] = sorted(times)[len(times) // 2] * 1e3
-        except Exception as error:  # this way is not to be had here; the others are
-            seen[f"{name}_failed"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return seen | dict(ok=all(value < 0.02 for name, value in seen.items() if name.endswith("_error")))
+    def both():
+        out = call(q, k, v)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return {f"{way}_ms": median_ms(both, args, device)}
 
 
-def head_chunks(args, device) -> dict:
-    """The loss head over chunk sizes: what CHUNK_BYTES in model.py should be here."""
+def head_chunk(chunk: int, args, device) -> dict:
+    """The loss head with so many tokens a chunk."""
     model_cfg, cfg = recipe(args, device)
     tokens = cfg.micro_batch_size * cfg.seq_len
     dtype = str(pick_dtype(cfg.dtype, device)).removeprefix("torch.")
     args.n_tokens, args.d_model, args.vocab, args.dtype = tokens, model_cfg.d_model, model_cfg.padded_vocab_size, dtype
-    hidden, weight, targets = head_inputs(args, device)
-    seen, ours = {}, head_rows(device)["ours"]
-    for chunk in sorted({min(2**k, tokens) for k in range(9, 15)}):
-        times = seconds(lambda chunk=chunk: ours(hidden, weight, targets, chunk=chunk).backward(), device, args.repeats)
-        seen[f"chunk_{chunk}_ms"] = sorted(times)[len(times) // 2] * 1e3
-    return seen
+    (hidden, weight, targets), ours = head_inputs(args, device), head_rows(device)["ours"]
+    return dict(head_ms=median_ms(lambda: ours(hidden, weight, targets, chunk=chunk).backward(), args, device))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,17 +253,20 @@ def learning(args, device) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # The script
 
-MEASURED = {"ceilings": ceilings, "step by parts": step_by_parts, "attention": attention, "head chunks": head_chunks}
+MEASURED = {"ceilings": ceilings, "step by parts": step_by_parts, "blocks, separate linears": separate_linears,
+            "blocks, bf16 stream": rounded_stream, "attention, causal": functools.partial(attention, "causal"),
+            **{f"head, chunks of {2**k}": functools.partial(head_chunk, 2**k) for k in range(8, 15)}}
+ON_A_CARD = {f"attention, {way}": functools.partial(attention, way) for way in ("flex", "varlen")}
 
 
 def plan(args, device) -> list[tuple[str, str, list[str], str]]:
-    """(part, what, command, row), the most telling first; the rows of command gpu with commas between them share a
-    process."""
+    """(part, what, command, row), the most telling first; the rows of command gpu with semicolons between them
+    share a process."""
     model_cfg, cfg = recipe(args, device)
     rows, T, how = sequences(device), cfg.seq_len, "eager" if args.tiny else "compiled"
     common = [f"--repeats={args.repeats}", f"--device={device}"]
     gpu = ["gpu", *common, "--results", args.results, *["--tiny"] * args.tiny, *args.settings]
-    right = list(CHECKS)
+    right, measured = list(CHECKS), [*MEASURED, *(ON_A_CARD if device.type == "cuda" else ())]
     alone = right.index("resume to the bit")  # first in its process: cuBLAS reads once whether to be deterministic
 
     def step(what, *changes, row="ours", rows=rows):
@@ -294,16 +282,17 @@ def plan(args, device) -> list[tuple[str, str, list[str], str]]:
     if args.tiny:
         sample += ["--prompt_tokens=4", "--new_tokens=5", "--prefill_tokens=8"]
     return [
-        ("right", "", gpu, ",".join(right[:alone])),
-        ("fast", "", gpu, "ceilings,step by parts"),
+        ("right", "", gpu, ";".join(right[:alone])),
+        ("fast", "", gpu, ";".join(measured[:4])),
         step("documents, Muon: the recipe", *recipe_is),
-        ("right", "", gpu, ",".join(right[alone:])),
-        ("fast", "", gpu, "attention,head chunks"),
+        ("right", "", gpu, ";".join(right[alone:])),
+        ("fast", "", gpu, ";".join(measured[4:])),
         step("AdamW"), step("AdamW", rows=rows // 2),
         *(step("AdamW", row=row, rows=rows // 2) for row in peers[:2]),
         ("fast", "sample, batch 1 and 64", sample, "ours bf16"),
         *(("fast", f"head, {rows * T} tokens, {row}", head, row) for row in ("ours", *theirs, "naive" if args.tiny else
                                                                       "compiled naive")),
+        step("documents, Muon, bf16 stream", *recipe_is, "--residual_dtype=bfloat16", "--dtype=bfloat16"),
         step("documents, Muon, remat selective", *recipe_is, "--remat=selective"),
         *(step("AdamW", row=row, rows=rows // 2) for row in peers[2:]),
         ("learning", "", gpu, "learning")]
@@ -321,10 +310,11 @@ def append(args, device, part: str, row: str, **seen) -> dict:
 def row(args, device) -> dict:
     """The functions named in args.row, a line each.  One that fails ends the process: after a fault of CUDA's nothing
     in it works any more."""
-    for name in args.row.split(","):
-        part = "right" if name in CHECKS else "fast" if name in MEASURED else "learning"
+    fast = MEASURED | ON_A_CARD
+    for name in args.row.split(";"):
+        part = "right" if name in CHECKS else "fast" if name in fast else "learning"
         try:
-            append(args, device, part, name, **({**CHECKS, **MEASURED, "learning": learning}[name])(args, device))
+            append(args, device, part, name, **({**CHECKS, **fast, "learning": learning}[name])(args, device))
         except Exception as error:
             said = str(error).strip().partition("\n")[0]
             append(args, device, part, name, failed=f"{type(error).__name__}: {said}")
@@ -389,7 +379,7 @@ def together(args, device, part: str, command: list[str], names: list[str], seco
     while names and (left := seconds_left()) > 5:
         before, folder = len(read_log(args.results)), tempfile.mkdtemp(dir=args.folder)
         limits = [f"--minutes={max(left - 30, 5) / 60}", f"--folder={folder}"]  # 30: to save, and to end
-        ended = run_row([*command, *limits], ",".join(names), timeout=left if part == "learning" else min(left, 150),
+        ended = run_row([*command, *limits], ";".join(names), timeout=left if part == "learning" else min(left, 150),
                         cache=cache)
         done = {line["row"] for line in read_log(args.results)[before:]}
         if "failed" in ended and (without := [name for name in names if name not in done]):
@@ -422,7 +412,7 @@ def run(args, device) -> bool:
     for part, what, command, name in plan(args, device):
         left = functools.partial(seconds_left, part)
         if command[0] == "gpu":
-            together(args, device, part, command, name.split(","), left, cache)
+            together(args, device, part, command, name.split(";"), left, cache)
         else:
             x = run_row(command, name, timeout=min(left(), 150), cache=cache) if left() > 5 else dict(
                 row=name, failed="no time left")
