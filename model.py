@@ -145,19 +145,19 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
     dw_like = torch.empty_like if N else torch.zeros_like  # the first chunk, if there is one, writes all of it
     dw = dw_like(weight, dtype=wide) if want_dw else None
     buffer = hidden.new_empty(min(chunk, N), V)  # one chunk of logits, reused: fresh pages cost as much as the matmul
-    dw_chunk = torch.empty_like(weight) if want_dw and N > chunk else None
+    direct = hidden.dtype == wide or weight.is_cuda and torch.__version__ >= (2, 13)  # matmuls that add to dw as it is
+    dw_chunk = torch.empty_like(weight) if want_dw and N > chunk and not direct else None
     rows = max((1 << 20) // weight.shape[1], 1) if weight.device.type == "cpu" else V
-    for start in range(0, N, chunk):
-        h = hidden[start:start + chunk]  # (n, C)
+    for here in (slice(start, start + chunk) for start in range(0, N, chunk)):
+        h = hidden[here]  # (n, C)
         logits = torch.mm(h, weight.t(), out=buffer[:len(h)])  # (n, V)
-        loss[start:start + chunk] = arithmetic(
-            logits, targets[start:start + chunk], scale[start:start + chunk], n_vocab, ignore_index, z_loss, softcap,
-            want_dh or want_dw)
+        loss[here] = arithmetic(logits, targets[here], scale[here], n_vocab, ignore_index, z_loss, softcap,
+                                want_dh or want_dw)
         if want_dh:
-            torch.mm(logits, weight, out=dh[start:start + chunk])
-        if want_dw and hidden.dtype == wide:
-            torch.addmm(dw, logits.t(), h, beta=int(start > 0), out=dw)
-        elif want_dw and start == 0:
+            torch.mm(logits, weight, out=dh[here])
+        if want_dw and direct:
+            torch.addmm(dw, logits.t(), h, *[wide] * (h.dtype != wide), beta=int(here.start > 0), out=dw)
+        elif want_dw and here.start == 0:
             dw.copy_(torch.mm(logits.t(), h, out=dw_chunk))
         elif want_dw:  # summed in fp32; in blocks, since at once a CPU first makes an fp32 copy, on fresh pages
             torch.mm(logits.t(), h, out=dw_chunk)

@@ -91,6 +91,6 @@ def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, m
         "attention": scores * ((1 + again) / ahead + 2.5 / back),
         "pointwise and norms": N * cfg.n_layers * (forward * (1 + (train.remat != "none")) + backward) / moved,
         "head matmuls": 3 * matmul(V, C),
-        "head pointwise and dw": (2 * low * N * V + (chunks - 1) * (low + 8) * V * C) / moved,
+        "head pointwise and dw": (2 * low * N * V + (chunks - 1) * 8 * V * C) / moved,
         "rest": around / moved + step * N / train.batch_tokens,
     }
