@@ -134,36 +134,50 @@ def passed_over(name: str, known) -> str:
     return f"{ending} ({'in an archive' if kinds(name)[0] in ARCHIVES else 'not known as text'})"
 
 
-class Zstd(io.RawIOBase):
-    """The unpacked bytes of a .zst file; zstandard's own reader takes a file that is cut short for a complete one."""
+class Streams(io.RawIOBase):
+    """The unpacked bytes of a file of one packed stream or several, with zeros between and behind them at most.
 
-    FEED = 2048  # bytes; four of them can become 128 KiB, so this bounds what is unpacked at a time
+    The readers of bz2 and lzma take for the end what is no stream behind the first, zstandard's own one that is cut
+    short.  new() -> what unpacks a stream; most: (), or (how much of it to give at a time,).
+    """
 
-    def __init__(self, raw):
-        try:
-            import zstandard
-        except ImportError:
-            raise ImportError("A .zst file needs the package zstandard.\n  Install it with: pip install zstandard"
-                              ) from None
-        self.raw, self.out, self.frame = raw, memoryview(b""), None
-        self.new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj  # `zstd --long` needs large windows
+    FEED = 2048  # bytes; four of them can become 128 KiB in .zst, so this bounds what is unpacked at a time
+
+    def __init__(self, raw, new, *most):
+        self.raw, self.new, self.most = raw, new, most
+        self.stream, self.rest, self.out = None, b"", memoryview(b"")
 
     def readable(self):
         return True
 
     def readinto(self, buffer):
         while not self.out:
-            if packed := self.frame and self.frame.unused_data or self.raw.read(self.FEED):
-                if self.frame is None or self.frame.eof:  # the first frame, or one that follows
-                    self.frame = self.new()
-                self.out = memoryview(self.frame.decompress(packed))
-            elif self.frame and not self.frame.eof:
-                raise EOFError("it ends in the middle")
-            else:
-                return 0
+            packed, between = b"", self.stream is None or self.stream.eof
+            if between or getattr(self.stream, "needs_input", True):
+                packed, self.rest = self.rest or self.raw.read(self.FEED), b""
+                if not packed and not between:
+                    raise EOFError("it ends in the middle")
+                if not packed:
+                    return 0
+            if between:
+                if self.stream and not (packed := packed.lstrip(b"\0")):
+                    continue
+                self.stream = self.new()
+            self.out = memoryview(self.stream.decompress(packed, *self.most))
+            self.rest = self.stream.unused_data if self.stream.eof else b""
         n = min(len(buffer), len(self.out))
         buffer[:n], self.out = self.out[:n], self.out[n:]
         return n
+
+
+def unpack_zst(raw):
+    try:
+        import zstandard
+    except ImportError:
+        raise ImportError("A .zst file needs the package zstandard.\n  Install it with: pip install zstandard"
+                          ) from None
+    # `zstd --long` needs large windows
+    return Streams(raw, zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj)
 
 
 @contextmanager
@@ -548,7 +562,9 @@ NO_TALK = ("file", read_no_talk)
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}  # the first of them that gives the column asked for
 TABLES = {".parquet": open_parquet, ".arrow": open_arrow}
 ARCHIVES = {".tar": read_tar, ".zip": read_zip}
-PACKINGS = {".gz": gzip.open, ".zst": Zstd, ".bz2": bz2.open, ".xz": lzma.open}  # file of packed bytes -> of unpacked
+PACKINGS = {".gz": gzip.open, ".zst": unpack_zst,  # file of packed bytes -> of unpacked
+            ".bz2": lambda raw: Streams(raw, bz2.BZ2Decompressor, CHUNK),
+            ".xz": lambda raw: Streams(raw, lzma.LZMADecompressor, CHUNK)}
 SHORT = {".tgz": (".tar", ".gz"), ".tbz2": (".tar", ".bz2"), ".txz": (".tar", ".xz")}
 UNPACK_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile,
                  NotImplementedError)

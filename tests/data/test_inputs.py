@@ -208,8 +208,19 @@ TABLE = {
     "UTF-16 from a spreadsheet": ({"a.csv": "id\ttext\n1\tx\n".encode("utf-16")}, "", {}, "UTF-16 from byte 0"),
     # packings
     "several streams in one file": ({"a.txt.gz": gzip.compress(b"a") + gzip.compress(b"b") + b"\0" * 99,
-                                     "b.txt.bz2": bz2.compress(b"a") + bz2.compress(b"b"),
-                                     "c.txt.xz": lzma.compress(b"a") + lzma.compress(b"b")}, "", {}, ["ab"] * 3, {}),
+                                     "b.txt.bz2": bz2.compress(b"a") + bz2.compress(b"b") + bytes(5000),
+                                     "c.txt.xz": lzma.compress(b"a") + bytes(4) + lzma.compress(b"b") + bytes(4)},
+                                    "", {}, ["ab"] * 3, {}),
+    "a second stream that is damaged, .bz2": (
+        {"a.txt.bz2": bz2.compress(b"one\n") + b"\0" + bz2.compress(b"two\n" * 100)[1:]}, "", {},
+        "a.txt.bz2 cannot be unpacked"),
+    "a second stream that is damaged, .xz": (
+        {"a.txt.xz": lzma.compress(b"one\n") + b"\1" * 4 + lzma.compress(b"two\n" * 100)[4:]}, "", {},
+        "a.txt.xz cannot be unpacked"),
+    "a second stream that is cut short": (
+        {"a.txt.bz2": bz2.compress(b"one\n") + bz2.compress(b"two\n" * 100)[:-9]}, "", SKIP, [],
+        {"counts": {"bad": 1}, "notes": "it ends in the middle"}),
+    "a .bz2 of much in little": ({"a.txt.bz2": bz2.compress(b"ab " * 10**6)}, "", {}, ["ab " * 10**6], {}),
     "words behind a .gz": ({"a.txt.gz": gzip.compress(b"a") + b"junk"}, "", {}, "a.txt.gz cannot be unpacked"),
     # JSON
     "a .json of lines": ({"a.json": lines("x", "y")}, "", {}, ["x", "y"], {}),
