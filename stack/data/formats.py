@@ -225,20 +225,26 @@ def seekable(file: File):
 
 
 class Entry(tarfile.TarInfo):
-    """A header of a tar archive; tarfile takes one that is damaged or missing for the end."""
+    """A header of a tar archive; tarfile takes one that is damaged or missing for the end, or with ignore_zeros for
+    nothing.  Zeros are an archive's end, and another one may follow."""
 
     @classmethod
     def fromtarfile(cls, tar):
         try:
-            return super().fromtarfile(tar)
+            entry, tar.ended = super().fromtarfile(tar), False
+            return entry
         except tarfile.EOFHeaderError:
+            tar.ended = True
             raise
         except tarfile.HeaderError as error:
+            if isinstance(error, tarfile.EmptyHeaderError) and getattr(tar, "ended", False):
+                raise
             raise tarfile.ReadError(f"no header at byte {tar.offset:,} ({error})") from None
 
 
 def read_tar(file: File):
-    with file.open(text=False) as stream, tarfile.open(fileobj=stream, mode="r|", tarinfo=Entry) as tar:
+    with file.open(text=False) as stream, tarfile.open(fileobj=stream, mode="r|", tarinfo=Entry,
+                                                             ignore_zeros=True) as tar:
         while entry := tar.next():
             tar.members.clear()  # it would keep all of them
             if not entry.isdir():
@@ -247,6 +253,11 @@ def read_tar(file: File):
 
 def read_zip(file: File):
     with seekable(file) as stream, zipfile.ZipFile(stream) as archive:
+        first = min((entry.header_offset for entry in archive.infolist()), default=archive.start_dir)
+        stream.seek(0)
+        if first and stream.read(4) == b"PK\3\4":
+            raise BadFile(f"{file.where} has other members, or another zip archive, in the {first:,} bytes before those "
+                          "that it lists.\n  Take joined archives apart, or unpack it and pack it anew.")
         for entry in archive.infolist():
             if not entry.is_dir():
                 why = LINK if stat.S_ISLNK(entry.external_attr >> 16) else "encrypted" if entry.flag_bits & 1 else ""

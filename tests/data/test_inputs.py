@@ -320,6 +320,15 @@ TABLE = {
         {"t.tar": tar(a_txt="A" * 512, b_txt="B")[:1300]}, "", SKIP, ["A" * 512], {"counts": {"bad": 1}}),
     "a tar with a damaged header": ({"t.tar": tar(a_txt="A" * 512, b_txt="B").replace(b"b.txt", b"?.txt")}, "", {},
                                     "no header at byte 1,024"),
+    "two tars joined": ({"t.tar": tar(a_txt="A") + tar(b_txt="B"),
+                         "u.tgz": gzip.compress(tar(c_txt="C")) + gzip.compress(tar(d_txt="D"))}, "", {},
+                        ["A", "B", "C", "D"], {"read": {".tar by member": 1, ".tar.gz by member": 1, ".txt whole": 4}}),
+    "a tar and the beginning of another": (
+        {"t.tar": tar(a_txt="A") + tar(b_txt="B" * 900)[:700]}, "t.tar", {}, "t.tar.* cannot be unpacked"),
+    "a tar and something else": ({"t.tar": tar(a_txt="A") + b"more " * 200}, "t.tar", {}, "no header at byte 10,240"),
+    "two zips joined": ({"t.zip": TWO + archive("zip", {"c.txt": b"C"})}, "t.zip", {},
+                        r"another zip archive, in the \d+ bytes before.*Take joined archives apart"),
+    "a zip behind a program": ({"t.zip": b"#!/bin/sh\n" + TWO}, "t.zip", {}, ["A", "B"], {}),
     "an image in a tar": ({"t.tar": tar(a_txt=PNG, b_txt="B")}, "", {}, "t.tar: a.txt is an image"),
     "names that lead outside": (
         {"t.tar": archive("tar", {"../../a.txt": b"A", "/b.txt": b"B"})}, "", {}, ["A", "B"], {}),
