@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -268,12 +269,11 @@ class Reader:
             for member, file in self._sound(self._files(number, first, skip)):
                 unit, read = formats.TALKS.get(file.kind, formats.NO_TALK) if self.source.chat else FORMATS.get(
                     file.kind, WHOLE)
+                if not skip and file.kind == ".json" and self._is_found(file) and self._has_no_record(file, read):
+                    self.passed[f".json (no key {self.source.text_key!r})"] += 1  # settings of a program, say
+                    continue
                 records, new, bad = self._sound(read(file, self.source.text_key, skip)), not skip, self.counts["bad"]
                 for record, text, why in records if file.size else ():
-                    if new and file.kind == ".json" and why.startswith(NO_RECORD) and self._is_found(file):
-                        self.passed[f".json (no key {self.source.text_key!r})"] += 1  # settings of a program, say
-                        new = False
-                        break
                     if new:
                         self._count_read(file, "whole" if unit == "document" and not file.separator else f"by {unit}")
                     self.position, new = (number, member, record), False
@@ -302,6 +302,17 @@ class Reader:
     def _is_found(self, file) -> bool:
         """Not named, but in a folder or an archive with others."""
         return len(self.source.names) > 1 or file is not self.file
+
+    def _has_no_record(self, file, read) -> bool:
+        """Whether there are objects in it and not one of them has the key."""
+        why = ""
+        with suppress(BadFile):  # which is told when it is read
+            for _, _, why in read(file, self.source.text_key, 0) if file.size else ():
+                if not why.startswith(NO_RECORD):
+                    break
+            else:
+                return bool(why)
+        return False
 
     def _count_read(self, file, how):
         file.label = f"{file.kind + file.packing or 'file'} {how}"

@@ -135,6 +135,16 @@ TABLE = {
         {"a.md": "A", "package.json": '{\n  "name": "x"\n}', "list.json": "[1, 2]", "data.json": '[{"text": "d"}]'},
         "", {},
         ["A", "d"], {"passed": {".json (no key 'text')": 2}, "read": {".md whole": 1, ".json by record": 1}}),
+    "a first record without the key": (
+        {"a.json": '[{"n": 1}, {"text": "x"}]', "b.txt": "B"}, "", {}, "a.json: record 1 has no key 'text'"),
+    "the same in lines": (
+        {"a.json": '{"n": 1}\n{"text": "x"}\n', "b.txt": "B"}, "", SKIP, ["x", "B"],
+        {"counts": {"bad": 1}, "notes": "a.json: record 1 has no key 'text'", "passed": {}}),
+    "the same in a zip": ({"t.zip": archive("zip", {"a.json": b'[{"n": 1}, {"text": "x"}]'})}, "t.zip", {},
+                          "t.zip: a.json: record 1 has no key 'text'"),
+    "the same in a tar, packed": (
+        {"t.tar": tar(a_json_gz=gzip.compress(b'[{"n": 1}, {"text": "x"}]'), b_json='[{"n": 1}]')}, "t.tar", SKIP,
+        ["x"], {"counts": {"bad": 1}, "passed": {".json (no key 'text')": 1}}),
     "the same settings by name": (
         {"package.json": '{\n  "name": "x"\n}'}, "package.json", {}, "no key 'text'; .* are name"),
     "a table without the column beside text": (
