@@ -112,10 +112,10 @@ def list_files(source: str) -> tuple[str, list[str], Counter]:
                              "a file, and name that.")
         root, names = os.path.split(source)[0], [os.path.basename(source)]
     elif any(mark in source for mark in "*?["):
-        matches = [match for match in glob.glob(source, recursive=True) if "__pycache__" not in match]
-        inside = [f"{match}/{name}" for match in matches if os.path.isdir(match) for name in _walk(match, passed)]
+        matches = [match for match in _matches(source, passed) if "__pycache__" not in match]
+        inside = [f"{match}/{name}" for match in matches if os.path.isdir(match) for name in _walk(match, passed, True)]
         passed |= {match: why for match in matches if not os.path.isdir(match) and (why := _no_file(match))}
-        # by realpath: "**" matches a folder and, once more, what is in it, and follows links in circles
+        # by realpath: a folder may be matched and, once more, what is in it, and links lead to what is matched too
         found = {os.path.realpath(name): os.path.normpath(name)
                  for name in reversed([*filter(os.path.isfile, matches), *inside])}
         names = list(found.values())
@@ -165,11 +165,36 @@ def listed(counts: dict, before="", most=12, where="") -> str:
     return before + ", ".join(f"{n:,} {what}" for what, n in counts[:most] + more) if counts else ""
 
 
-def _walk(folder: str, passed: dict):
-    """The files in a folder that are read. Links are followed, after what is no link, into no folder twice."""
+def _matches(pattern: str, passed: dict) -> list[str]:
+    """What a glob matches; ** goes into the folders that _folders goes into."""
+    before, *after = re.split(r"(?<![^/])(?:\*\*/+)*\*\*(?:/+|$)", pattern, maxsplit=1)
+    if not after:
+        return glob.glob(pattern)
+    bases = [base for base in glob.glob(before) if os.path.isdir(base)] if before else [""]
+    inner = [f"{glob.escape(root)}/" for base in bases for root, _ in _folders(base or ".", passed)]
+    return [match for folder in inner for match in _matches(folder + (after[0] or "*"), passed)
+            if after[0] or not os.path.isdir(match)]
+
+
+def _walk(folder: str, passed: dict, matched=False):
+    """The files in a folder that are read."""
+    for root, names in _folders(folder, passed, matched):
+        for name in sorted(names):
+            path = f"{root}/{name}"
+            if why := formats.passed_over(name, {**FORMATS, **ARCHIVES}) or _no_file(path):
+                passed[path] = why
+            else:
+                yield os.path.relpath(path, folder).replace(os.sep, "/")
+
+
+def _folders(folder: str, passed: dict, matched=False):
+    """(path, names in it) of a folder and those in it that are read.  Links are followed, after what is no link, into
+    no folder twice, nor into one that it lies in; matched: that it is no link to such a one itself."""
     def stop(error):  # os.walk says nothing about a folder that it may not enter
         raise error
-    met = {_inode(above) for above in Path(os.path.abspath(folder)).resolve().parents}
+    path = Path(os.path.abspath(folder))
+    above = {*path.resolve().parents, *([path.parent.resolve(), *path.parent.resolve().parents] if matched else [])}
+    met = {*map(_inode, above)}
     for root, folders, names in os.walk(folder, onerror=stop, followlinks=True):
         ours = any(name in names and is_record(f"{root}/{name}") for name in ("progress.json", "meta.json"))
         if ours or _inode(root) in met:
@@ -184,12 +209,7 @@ def _walk(folder: str, passed: dict):
         passed |= {f"{root}/{name}": "hidden" for name in folders if formats.passed_over(name, ()) == "hidden"}
         folders[:] = sorted((name for name in folders if f"{root}/{name}" not in passed),
                             key=lambda name: (os.path.islink(f"{root}/{name}"), name))
-        for name in sorted(names):
-            path = f"{root}/{name}"
-            if why := formats.passed_over(name, {**FORMATS, **ARCHIVES}) or _no_file(path):
-                passed[path] = why
-            else:
-                yield os.path.relpath(path, folder).replace(os.sep, "/")
+        yield root, names
 
 
 def _inode(path) -> tuple:

@@ -194,6 +194,18 @@ TABLE = {
     "a glob through everything": (
         {"a/b.txt": "1", "a/n.rst": "2", "l": Link("a"), "z/p.bin": "3"}, "**", {}, ["1", "2", "3"],
          {"passed": {"folder met before (a link)": 1}}),
+    "a glob through two links in a circle": (
+        {"m/a.txt": "A", "m/x": Link("."), "m/y": Link("."), "m/b/c.txt": "C", "m/b/up": Link("..")}, "m/**/*.txt", {},
+        ["A", "C"], {"passed": {"folder met before (a link)": 3}}),
+    "a glob through them twice": ({"m/a.txt": "A", "m/x": Link("."), "m/y": Link("."), "m/b/c/d.txt": "D"},
+                                  "**/b/**/*.txt", {}, ["D"], {}),
+    "a glob that matches a link upwards": (
+        {"mine/a.txt": "A", "mine/up": Link(".."), "b.txt": "B"}, "mine/*", {}, ["A"],
+        {"passed": {"folder met before (a link)": 1}}),
+    "a folder with a link upwards": ({"mine/a.txt": "A", "mine/up": Link(".."), "b.txt": "B"}, "mine", {}, ["A"],
+                                     {"passed": {"folder met before (a link)": 1}}),
+    "a glob of folders": ({"x1/a.txt": "A", "x1/n.rst": "N", "y/x2/b/c.txt": "C", "x3": "3"}, "**/x*", {},
+                          ["A", "3", "C"], {}),
     "Git LFS without its files": ({"d.parquet": LFS}, "d.parquet", {}, "d.parquet is a pointer of Git LFS"),
     "the same as text": ({"d.txt": LFS}, "", {}, "git lfs pull"),
     # names that do not fit
