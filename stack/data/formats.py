@@ -35,7 +35,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from stack.data import chat, questions
-from stack.data.signatures import BadFile, check
+from stack.data.signatures import BadFile, check, check_shifts
 
 CONVERSATION = " or ".join(chat.LISTS)  # for a key: the record is one, and its text the messages as JSON
 CHUNK = 1 << 18  # bytes read from a file at a time
@@ -85,6 +85,7 @@ class File:
         it out, or are replaced and counted as half a surrogate pair is.
         """
         data = self.pending + data
+        check_shifts(data, self.where, self.offset)
         try:
             text, used = codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as error:
@@ -256,8 +257,8 @@ def read_zip(file: File):
         first = min((entry.header_offset for entry in archive.infolist()), default=archive.start_dir)
         stream.seek(0)
         if first and stream.read(4) == b"PK\3\4":
-            raise BadFile(f"{file.where} has other members, or another zip archive, in the {first:,} bytes before those "
-                          "that it lists.\n  Take joined archives apart, or unpack it and pack it anew.")
+            raise BadFile(f"{file.where} has other members, or another zip archive, in the {first:,} bytes before those"
+                          " that it lists.\n  Take joined archives apart, or unpack it and pack it anew.")
         for entry in archive.infolist():
             if not entry.is_dir():
                 why = LINK if stat.S_ISLNK(entry.external_attr >> 16) else "encrypted" if entry.flag_bits & 1 else ""

@@ -23,6 +23,9 @@ SIGNATURES = {(257, b"ustar"): "a tar archive", (0, b"PK\3\4"): "a zip archive",
               (0, b"SQLite format 3\0"): "a SQLite database", (0, b"GGUF"): "a GGUF model"}
 PLAIN_SIGNATURES = {(0, b"version https://git-lfs.github.com/spec"): "a pointer of Git LFS (run: git lfs pull)",
                     (0, b"{\\rtf1"): "a document (RTF)"}
+# to other letters, which are 7-bit bytes from there on
+SHIFTS = re.compile(rb"\x1b(?:\$[@B]|\(J|(\$A|\$\([CD])|(\$\)C)|(\$\)[AG]))")
+SHIFTED = "ISO-2022-JP", "ISO-2022-JP-2", "ISO-2022-KR", "ISO-2022-CN"  # by the group that matched
 
 
 class BadFile(ValueError):
@@ -40,8 +43,9 @@ def check(head: bytes, where: str, kind: str, text: bool, plain: bool):
             raise BadFile(f"{where} is {what}, which is no {kind if kind in EXPECTED else 'text'}.\n"
                           "  Give it the name of what it is, if that is among what is read, or leave it out.")
     if text and (encoding := wide_encoding(head)):
-        raise BadFile(f"{where}: {encoding} from byte 0 on; UTF-8 is needed.\n"
-                      f"  Convert it with: iconv -f {encoding} -t UTF-8 OLD > NEW")
+        raise foreign(where, encoding, 0)
+    if text:
+        check_shifts(head, where, 0)
     if text and has_controls(head):
         raise BadFile(f"{where} begins with more than {100 * MOST_CONTROLS:g} % control characters; "
                       "text has next to none.\n  Leave it out, or convert it to UTF-8 if it is text of another "
@@ -49,6 +53,17 @@ def check(head: bytes, where: str, kind: str, text: bool, plain: bool):
     if plain and JSON.match(head):
         raise BadFile(f"{where} holds JSON, not text.\n  Name it .json or .jsonl, and the records in it are "
                       "read, or leave it out.")
+
+
+def foreign(where: str, encoding: str, at: int) -> BadFile:
+    return BadFile(f"{where}: {encoding} from byte {at} on; UTF-8 is needed.\n"
+                   f"  Convert it with: iconv -f {encoding} -t UTF-8 OLD > NEW")
+
+
+def check_shifts(data: bytes, where: str, offset: int):
+    """Refuse text that is valid UTF-8 and was meant as ISO-2022: BadFile.  offset: of the data in the file."""
+    if b"\33" in data and (found := SHIFTS.search(data)):
+        raise foreign(where, SHIFTED[found.lastindex or 0], offset + found.start())
 
 
 def wide_encoding(head: bytes) -> str:

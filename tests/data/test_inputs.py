@@ -228,6 +228,14 @@ TABLE = {
     "JSON in a .gz of no kind": ({"dump.gz": gzip.compress(lines("x").encode())}, "dump.gz", {}, "holds JSON"),
     "text in braces": ({"a.txt": "{hello} [world]"}, "", {}, ["{hello} [world]"], {}),
     "UTF-16 from a spreadsheet": ({"a.csv": "id\ttext\n1\tx\n".encode("utf-16")}, "", {}, "UTF-16 from byte 0"),
+    **{f"{name} in {file}": ({file: (before + text).encode(name)}, file, REPLACE, f"{said or name.upper()} from byte "
+                             rf"{len(before)} on; UTF-8 is needed.*iconv -f {said or name.upper()} -t UTF-8 OLD > NEW")
+       for name, file, before, text, said in (
+           ("iso-2022-jp", "a.txt", "plain English " * 99999, "日本語", ""),
+           ("iso-2022-jp", "a.jsonl", '{"text": "', '日本語"}', ""), ("iso-2022-jp", "a.csv", "text\n", "日本語\n", ""),
+           ("iso-2022-jp-2", "a.md", "", "한국", ""), ("iso-2022-kr", "a.txt", "", "한국어", ""))},
+    "ISO-2022-CN": ({"a.txt": b"\33$)A\x0eVPND\x0f\n"}, "", {}, "ISO-2022-CN from byte 0"),
+    "a terminal's log": ({"a.txt": "\33(B\33[mred\33(0lqk\33(B $B"}, "", {}, ["\33(B\33[mred\33(0lqk\33(B $B"], {}),
     # packings
     "several streams in one file": ({"a.txt.gz": gzip.compress(b"a") + gzip.compress(b"b") + b"\0" * 99,
                                      "b.txt.bz2": bz2.compress(b"a") + bz2.compress(b"b") + bytes(5000),
