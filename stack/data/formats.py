@@ -31,6 +31,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -343,7 +344,7 @@ def read_lines(file, lines, key, skip):
 
 def read_values(file, stream, key, skip):
     """The elements of an array, or values one behind the other, each as soon as it is in memory whole."""
-    decode, text, at, number, in_array, final = json.JSONDecoder().raw_decode, "", 0, 0, False, False
+    decode, text, at, number, in_array, final = DECODER.raw_decode, "", 0, 0, False, False
     while True:
         at = SPACE.match(text, at).end()
         if text[at:at + 1] == "[]"[in_array]:
@@ -375,9 +376,21 @@ def read_values(file, stream, key, skip):
 def parse_json(file, line: str, key: str) -> tuple[str, str]:
     """(text of a JSON line, what is wrong with it)"""
     try:
-        return ("", spoiled) if (spoiled := file.spoiled(line)) else text_of(json.loads(line), key, file.counts)
+        return ("", spoiled) if (spoiled := file.spoiled(line)) else text_of(DECODER.decode(line), key, file.counts)
     except (ValueError, RecursionError) as error:
         return "", f"is not JSON ({error})"
+
+
+def once(pairs) -> dict:
+    """A JSON object.  The last value of a key that is there twice is not what was meant: such a key has SEVERAL."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        found |= {key: SEVERAL for key, n in Counter(key for key, _ in pairs).items() if n > 1}
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=once)
+SEVERAL = type("several values", (), {})()  # messages name the type of what is no text
 
 
 def text_of(record, key: str, counts) -> tuple[str, str]:

@@ -267,6 +267,11 @@ TABLE = {
     "columns instead of rows": ({"a.json": '{"text": ["x", "y"]}'}, "a.json", {}, "no text but list under 'text'"),
     "rows under a key": ({"a.json": '{"data": [{"text": "x"}]}'}, "a.json", {}, "no key 'text'; its keys are data"),
     "lists under the key": ({"a.jsonl": '{"text": ["x"]}\n{"text": "y"}\n'}, "", SKIP, ["y"], {"counts": {"bad": 1}}),
+    "a key twice": ({"a.jsonl": lines("x") + '{"text": "first", "text": "second"}\n'}, "", {},
+                    "line 2 has no text but several values under 'text'"),
+    "the same in an array": ({"a.json": '[{"text": "first", "text": "second"}, {"text": "x"}]', "b.txt": "B"}, "", SKIP,
+                             ["x", "B"], {"counts": {"bad": 1}, "notes": "several values under 'text'"}),
+    "another key twice": ({"a.jsonl": '{"n": 1, "n": 2, "text": "x", "m": {"text": 1, "text": 2}}'}, "", {}, ["x"], {}),
     "a nested key": ({"a.jsonl": '{"doc": {"text": "x"}}\n'}, "", {"text_key": "doc.text"}, ["x"], {}),
     "a key with a dot in it": (
         {"a.jsonl": '{"doc.text": "x", "doc": {"text": "y"}}\n'}, "", {"text_key": "doc.text"}, ["x"], {}),
