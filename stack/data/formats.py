@@ -426,18 +426,20 @@ def read_csv(file: File, key: str, skip: int):
     """Rows; the first line names the columns."""
     csv.field_size_limit(MAX_LINE)
     lines = split_lines(file)
-    first = next(lines, "")
-    likely = [mark for mark in DELIMITERS[file.kind] if key in next(csv.reader([first], delimiter=mark), ())]
-    rows = csv.reader(itertools.chain([first], lines), delimiter=(likely or DELIMITERS[file.kind])[0], strict=True)
+    first, above, marks = next(lines, ""), 0, DELIMITERS[file.kind]
+    if named := re.fullmatch(r'"?sep=(.)"?[\r\n]*', first, re.IGNORECASE):  # for Excel, which writes and obeys it
+        first, above, marks = next(lines, ""), 1, named[1]
+    likely = [mark for mark in marks if key in next(csv.reader([first], delimiter=mark), ())]
+    rows = csv.reader(itertools.chain([first], lines), delimiter=(likely or marks)[0], strict=True)
     number, names = -1, []
     while True:
-        begin = rows.line_num + 1
+        begin = rows.line_num + 1 + above
         try:
             row, why = next(rows), ""
         except StopIteration:
             return
         except csv.Error as error:
-            row, why = [""], f"is no CSV in lines {begin} to {rows.line_num} ({error})"
+            row, why = [""], f"is no CSV in lines {begin} to {rows.line_num + above} ({error})"
             if "unexpected end" in str(error):
                 why = f"is no CSV (a quote in it, from line {begin} on, never ends), and nothing behind it can be read"
         if not row:  # an empty line
@@ -446,9 +448,12 @@ def read_csv(file: File, key: str, skip: int):
         if not number:
             names = row
             if names.count(key) != 1:
-                raise no_column(file.where, key, names,
-                                "; where the first line names none, put one before it that does")
+                at = next((at for at, line in enumerate(itertools.islice(lines, 20), rows.line_num + above + 1)
+                           if any(key in next(csv.reader([line], delimiter=mark), ()) for mark in marks)), 0)
+                raise no_column(file.where, key, names, f"; or delete what is before line {at}, if that one names them"
+                                if at else "; where the first line names none, put one before it that does")
         elif number > skip:
+            file.counts["over_lines"] += file.kind == ".tsv" and rows.line_num + above > begin
             if len(row) != len(names):
                 why = why or f"has {len(row)} fields, not the {len(names)} that the first line names"
             text = "" if why else row[names.index(key)]

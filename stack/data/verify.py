@@ -75,6 +75,9 @@ def said_of(source: dict, where=" (meta.json lists them)") -> list[str]:
         said.append(f"--separator {source['separator']!r} is nowhere in it")
     elif n := source.get("unseparated"):
         said.append(f"{n:,} file(s) have no --separator {source['separator']!r} in them and are one document each")
+    if n := source.get("over_lines"):
+        said.append(f"{n:,} row(s) of .tsv go over several lines, as a field of theirs begins with a quote; where "
+                    "quotes are text, rows were joined")
     if replaced := source.get("replaced"):
         said.append(f"{replaced:,} times U+FFFD for bytes that were no UTF-8, or half a surrogate pair")
     return [f"  {source['source']}: {line}" for line in said] + [f"  left out: {note}" for note in source["notes"]]

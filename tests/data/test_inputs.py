@@ -285,6 +285,15 @@ TABLE = {
         {"a.csv": '\ufeffid,text\r\n1,"a\r\nb, ""c"""\r\n\r\n2,d\r\n'}, "", {}, ['a\r\nb, "c"', "d"], {}),
     "semicolons": ({"a.csv": "id;text\n1;a, b\n"}, "", {}, ["a, b"], {}),
     "tabs": ({"a.tsv": "id\ttext\n1\ta, b; c\n"}, "", {}, ["a, b; c"], {}),
+    "Excel's own first line": (
+        {"a.csv": "sep=;\r\nid;text\r\n1;a, b\r\n", "b.csv": '"sep=#"\nid#text\n1#c;d\n', "c.csv": "sep=\ntext\n"}, "",
+        SKIP, ["a, b", "c;d"], {"counts": {"bad": 1}, "notes": "c.csv has no column 'text'; it has sep="}),
+    "the same with a broken row": ({"a.csv": 'sep=;\nid;text\n1;"a" b\n'}, "", {}, "row 1 is no CSV in lines 3 to 3"),
+    "a comment above the columns": ({"a.csv": "# export of 2020, new\n\nid;text\n1;a\n"}, "", {},
+                                    "no column 'text'.*COLUMN; or delete what is before line 3, if that one names"),
+    "quotes that join rows": (
+        {"a.tsv": 'id\ttext\n1\t"unbalanced start\n2\tmiddle\n3\tend with"\n4\tlast\n5\t"a\nb"\n'}, "", {},
+        ["unbalanced start\n2\tmiddle\n3\tend with", "last", "a\nb"], {"counts": {"over_lines": 2}}),
     "another column": ({"a.csv": "text,body\nx,y\n"}, "", {"text_key": "body"}, ["y"], {}),
     "a column in other letters": ({"a.csv": "id,Text\n1,x\n"}, "", {}, "no column 'text'; it has id, Text"),
     "the column twice": ({"a.csv": "text,text\nx,y\n"}, "", {}, "several columns 'text'"),
