@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 
 from stack.config import Parser, as_command
+from stack.data.signatures import CONVERT, check, check_shifts
 from stack.log import on_terminal
 
 LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<\|\w+>|<\w+\|>")  # names as ours, and with a bar forgotten
@@ -34,18 +35,29 @@ def read_prompt(prompt: str, prompt_file: str | None) -> str:
     if prompt_file is None and prompt != "-":
         return as_typed(prompt)
     from_stdin = prompt_file in (None, "-")
-    raw = sys.stdin.buffer.read() if from_stdin else Path(prompt_file).read_bytes()
+    name = "standard input" if from_stdin else prompt_file
+    if not from_stdin and not os.path.exists(name):
+        raise FileNotFoundError(f"{name} not found.\n  Name a text file with the prompt, or - for standard input; "
+                                "--prompt is for the text itself.")
+    if not from_stdin and os.path.isdir(name):
+        raise ValueError(f"{name} is a folder.\n  Name a text file with the prompt.")
+    raw = sys.stdin.buffer.read() if from_stdin else Path(name).read_bytes()
+    check(raw[:4096], name, "", text=True, plain=False)
+    check_shifts(raw, name, 0)
     try:
         return raw.decode("utf-8-sig")  # without a byte-order mark, if there is one
     except UnicodeDecodeError as error:
-        name = "standard input" if from_stdin else prompt_file
-        raise ValueError(f"{name} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}.\n"
-                         f"  Convert it, for example: iconv -f latin1 -t utf-8 {prompt_file or 'FILE'}") from None
+        raise ValueError(f"{name} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}.\n  {CONVERT}."
+                         ) from None
 
 
 def as_typed(word: str) -> str:
     """A word of the command line as UTF-8, whatever encoding Python took it for."""
-    return os.fsencode(word).decode("utf-8", "replace")
+    try:
+        return os.fsencode(word).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{word!a} is not UTF-8.\n  Set the terminal to UTF-8, or put a prompt into a UTF-8 file: "
+                         "--prompt_file FILE") from None
 
 
 def typed_prompts(chat: bool):
@@ -255,8 +267,8 @@ def parse(argv):
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16: of weights and cache (auto)")
     args = p.parse_args(argv)
     for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("top_k", 0), ("seed", 0), ("temperature", 0)):
-        if not getattr(args, name) >= least:
-            p.error(f"--{name} is {getattr(args, name)}; it must be {least} or more.")
+        if not least <= getattr(args, name) < float("inf"):
+            p.error(f"--{name} is {getattr(args, name)}; it must be {least} or more, and finite.")
     if args.seed >= 2**63:
         p.error(f"--seed is {args.seed}; it must be less than 2**63.")
     for name in ("top_p", "min_p"):
@@ -275,7 +287,6 @@ def parse(argv):
     args.interactive |= args.chat and not (args.prompt or args.prompt_file or args.messages)
     if args.chat and args.interactive and args.num_samples > 1:
         p.error("--num_samples is for one --prompt: a conversation goes on with one answer.")
-    args.stop = [as_typed(text) for text in args.stop]
     return args
 
 
@@ -286,6 +297,7 @@ def main():
         if hasattr(stream, "reconfigure"):  # a console that lacks a character shows "?" instead of ending the program
             stream.reconfigure(**how)
     with as_command("sample.py"):
+        args.stop = list(map(as_typed, args.stop))
         asked = not args.interactive and not args.messages
         prompt = read_prompt(args.prompt or "", args.prompt_file) if asked else None
         from stack.checkpoint.tensors import load_model  # torch: seconds that --help and a wrong flag need not wait for

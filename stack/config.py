@@ -136,6 +136,11 @@ class Parser(argparse.ArgumentParser):
                 setattr(namespace, action.dest, paths[0] if isinstance(value, str) else paths)
         return namespace
 
+    def error(self, message):
+        if dashed := re.search(r"argument (?:-\w/)?(--\w+)[^:]*: expected .*argument", message):
+            message += f". A value that begins with a dash is written {dashed[1]}=VALUE"
+        super().error(message)
+
     def named(self, namespace):
         """Of a command of commands, the parser of the one that was named; else the parser itself."""
         several = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))

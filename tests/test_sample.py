@@ -321,7 +321,12 @@ def test_the_run_folder_is_enough_wherever_it_lies_on_any_console(run, tmp_path)
 @pytest.mark.parametrize("flags, word", [
     (["--num_samples", "0"], "num_samples"), (["--temperature", "-1"], "temperature"), (["--top_k", "-1"], "top_k"),
     (["--seed", str(2**63)], "--seed is"),
-    (["--temperature", "nan"], "temperature"), (["--top_p", "1.5"], "top_p"), (["--max_new_tokens", "-1"], "max_new"),
+    (["--temperature", "nan"], "temperature"), (["--temperature", "1e400"], "inf; it must be 0 or more, and finite"),
+    (["--top_k", "1e400"], "--top_k"), (["--min_p", "nan"], "min_p"), (["--repetition_penalty", "inf"], "between 0.01"),
+    (["--prompt", "-x"], "A value that begins with a dash is written --prompt=VALUE"),
+    (["--prompt", "caf\udce9"], "'caf\\udce9' is not UTF-8"), (["--stop", "\udce9"], "is not UTF-8"),
+    (["--prompt_file", "."], ". is a folder.\n  Name a text file"),
+    (["--top_p", "1.5"], "top_p"), (["--max_new_tokens", "-1"], "max_new"),
     (["--prompt", "a", "--interactive"], "not allowed"), (["--promt", "a"], "--promt a. Did you mean --prompt?"),
     (["--max_tokens=9"], "--max_new_tokens?"), (["--start=a"], "nanoGPT's start is --prompt here."),
     (["--repetition-penalti", "2"], "--repetition_penalty?"), (["--repetition_penalty", "0"], "between 0.01"),
@@ -336,8 +341,13 @@ def test_wrong_flags_end_with_a_message_and_no_output(call, flags, word):
 
 def test_what_is_no_run_and_what_is_no_text_is_named(call, tmp_path):
     assert "nowhere" in call(run=tmp_path / "nowhere").err
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert "byte 3 is 0xe9" in call("--prompt_file", str(tmp_path / "latin.txt")).err
+    for data, said in ((b"caf\xe9", "byte 3 is 0xe9.\n  Convert it with iconv -f CP1252"),
+                       (b"\x89PNG\r\n\x1a\n\0", "an image"),
+                       ("hello".encode("utf-16"), "UTF-16 from byte 0 on; UTF-8 is needed.\n  Convert it with: iconv "),
+                       ("日本".encode("iso-2022-jp"), "iconv -f ISO-2022-JP -t UTF-8 OLD > NEW")):
+        (tmp_path / "prompt").write_bytes(data)
+        for argv, more in ((["--prompt_file", str(tmp_path / "prompt")], {}), (["--prompt", "-"], {"stdin": data})):
+            assert said in call(*argv, **more).err
 
 
 def test_help_does_not_wait_for_torch():
