@@ -44,6 +44,8 @@ def read_questions(path) -> list[tuple[str, list[str], int]]:
             row = json.loads(line.decode("utf-8-sig"))
             if "ctx_a" in row:
                 row = hellaswag(row)
+            if missing := [" or ".join(names) for names in FIELDS if not {*names} & {*row}]:
+                raise ValueError(f"it has no {', no '.join(missing)}; its keys are {', '.join(row) or 'none'}")
             query, choices, gold = (row[a] if a in row else row[b] for a, b in FIELDS)
             if not (isinstance(query, str) and isinstance(choices, list) and type(gold) in (int, str)
                     and 0 <= (gold := int(gold)) < len(choices)
@@ -51,7 +53,8 @@ def read_questions(path) -> list[tuple[str, list[str], int]]:
                 raise ValueError("the question must be text, the choices a list of texts, the right one its number "
                                  "from 0")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: {type(error).__name__}: {error}.\n  A line is one question: "
+            why = {ValueError: "", KeyError: "it has no "}.get(type(error), f"{type(error).__name__}: ")
+            raise ValueError(f"{path}, line {number}: {why}{error}.\n  A line is one question: "
                              '{"query": "Two and two are", "choices": ["three", "four"], "gold": 1}') from None
         questions.append((query, choices, gold))
     if not questions:

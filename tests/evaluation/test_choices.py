@@ -160,7 +160,10 @@ def test_hellaswags_own_file(tmp_path):
 
 
 @pytest.mark.parametrize("line, named", [
-    ("{", "line 2: JSONDecodeError"), ('{"query": "a", "choices": ["b"]}', "line 2: KeyError"),
+    ("{", "line 2: JSONDecodeError"), ('{"query": "a", "choices": ["b"]}',
+     "line 2: it has no gold or label; its keys are query, choices.\n  A line is one question"),
+    ('{"question": "a", "answers": ["b"]}', "it has no query or ctx, no choices or endings, no gold or label"),
+    ('{"ctx_a": "a", "endings": ["b"], "label": 0}', "line 2: it has no 'activity_label'"),
     ('{"query": "a", "choices": ["b"], "gold": 1}', "line 2"),
     ('{"query": "a", "choices": ["b", ""], "gold": 0}', "line 2"),
     ('{"query": 1, "choices": ["b"], "gold": 0}', "line 2"), ("[]", "line 2"),
