@@ -81,7 +81,7 @@ class Source:
         # passed: what was found and is not read: {".jpg (not known as text)": 3}
         self.root, self.names, self.passed = ("", [], {}) if self.in_hub else list_files(self.source)
         stats = [os.stat(os.path.join(self.root, name)) for name in self.names]
-        self.sizes = [stat.st_size for stat in stats]
+        self.sizes, self.times = ([getattr(stat, key) for stat in stats] for key in ("st_size", "st_mtime_ns"))
         # What a second run of the same command must find unchanged, to continue or to call the work done.
         self.identity = {key: value for key, value in asdict(self).items() if value}
         if not self.in_hub:
@@ -304,6 +304,7 @@ class Reader:
                 if new and self.counts["bad"] == bad:
                     self.counts["empty"] += 1
                 skip = 0
+            self._check_unchanged(number)
             self.before, self.file, first, skip = self.before + self.source.sizes[number], None, 0, 0
 
     def _files(self, number, first, skip):
@@ -318,6 +319,14 @@ class Reader:
             if not first and not skip:
                 self._count_read(self.file, "by member")
             yield from formats.members(self.file, first, self.passed)
+
+    def _check_unchanged(self, number):
+        """Refuse a file that is not what it was when the run began; it is read several times."""
+        path = os.path.join(self.source.root, self.source.names[number])
+        now = os.stat(path)
+        if (now.st_size, now.st_mtime_ns) != (self.source.sizes[number], self.source.times[number]):
+            raise ValueError(f"{path} changed while it was read.\n  Run the command again when nothing writes to it, "
+                             "or name a copy of it.")
 
     def _is_found(self, file) -> bool:
         """Not named, but in a folder or an archive with others."""

@@ -17,7 +17,7 @@ from forms import FORMS, archive, write
 from test_sources import documents
 
 import prepare
-from stack.data import formats
+from stack.data import formats, sources
 from stack.data.sources import Reader, Source, listed
 from stack.data.tokenizer import train_tokenizer
 from stack.data.writer import fresh, start
@@ -445,6 +445,24 @@ def test_the_table(tmp_path, what):
         part = Reader(source, after=json.loads(json.dumps(after)), **settings)
         assert [text for text, _, _ in documents(part)] == result[i + 1:]
         assert (+part.read, +part.passed, +part.counts) == (+whole.read, +whole.passed, +whole.counts)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.tar"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "another of its size"])
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, name, change):
+    """Is refused, whatever was read of it, and whatever is skipped: a log that grows, a file saved anew."""
+    monkeypatch.setattr(sources, "HOLD", 100)  # longer ones are read twice
+    data = {"a.txt": b"a b " * 200_000, "a.jsonl": lines(*"abc" * 50_000).encode(), "a.tar": tar(a_txt="A", b_txt="B"),
+            "a.txt.gz": gzip.compress(b"a b " * 200_000)}[name]
+    source, _ = source_of(tmp_path, {name: data, "b.txt": "B"}, "", {})
+    pieces = iter(Reader(source, **SKIP))
+    next(pieces)
+    new = {"longer": data + data[-40:], "shorter": data[:len(data) // 2], "another of its size": data}[change]
+    (tmp_path / name).write_bytes(new)
+    os.utime(tmp_path / name, ns=(0, source.times[0] + (new == data)))
+    with pytest.raises(ValueError, match=f"(?s){name} (changed while it was read.*again when nothing writes|"
+                       "cannot be unpacked)"):
+        list(pieces)
 
 
 def test_records_too_long_to_be_parsed(tmp_path, monkeypatch):
