@@ -36,7 +36,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from stack.data import chat, questions
-from stack.data.signatures import BadFile, check, check_shifts
+from stack.data.signatures import CONVERT, BadFile, check, check_shifts
 
 CONVERSATION = " or ".join(chat.LISTS)  # for a key: the record is one, and its text the messages as JSON
 CHUNK = 1 << 18  # bytes read from a file at a time
@@ -44,6 +44,7 @@ MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memor
 LINK = "link or device (in an archive)"
 BATCH = 64  # rows of a table in memory
 MARK = "\udcff"  # stands for bytes that are no UTF-8 in text that is still to be divided
+NO_UTF8, NUL = "has a byte that is no UTF-8", "has a NUL in it, which no text has"  # reasons to refuse a record
 codecs.register_error("stack.data.mark", lambda error: (MARK, error.end))
 SPACE = re.compile(r"[\s,]*")
 
@@ -92,8 +93,8 @@ class File:
         except UnicodeDecodeError as error:
             if self.errors == "strict" and not mark:
                 raise BadFile(f"{self.where}: byte {self.offset + error.start} is no UTF-8: "
-                              f"{error.reason}.\n  Convert the file (iconv -f LATIN1 -t UTF-8, if it is Latin-1), "
-                              "leave it out, or put U+FFFD there with --errors replace.") from None
+                              f"{error.reason}.\n  {CONVERT}, leave it out, or put U+FFFD there with --errors replace."
+                              ) from None
             text, used = codecs.utf_8_decode(data, "stack.data.mark" if mark else "replace", final)
             if not mark:
                 self.counts["replaced"] += text.count("\ufffd") - data[:used].count("\ufffd".encode())
@@ -101,11 +102,10 @@ class File:
         return text
 
     def spoiled(self, text: str) -> str:
-        """What is wrong with a record whose text has MARK in it, or nothing."""
+        """What is wrong with a record for what is in its text: MARK or a NUL; or nothing."""
         if MARK not in text or self.errors != "strict":
-            return ""
-        before = text[:text.index(MARK)][-20:]
-        return f"has a byte that is no UTF-8 behind {before!r} (--errors replace puts U+FFFD there)"
+            return NUL if "\0" in text else ""
+        return f"{NO_UTF8} behind {text[:text.index(MARK)][-20:]!r}"
 
     def chunks(self, mark=False):
         """The text, byte for byte but for a byte order mark."""
@@ -403,7 +403,7 @@ def text_of(record, key: str, counts) -> tuple[str, str]:
     if not isinstance(record, dict):
         return "", f"is not an object with the key {key!r}"
     if isinstance(text := dig(record, key), str):
-        return text, ""
+        return text, NUL if "\0" in text else ""
     found = "no key" if text is None and key not in record else f"no text but {type(text).__name__} under"
     return "", (f"has {found} {key!r}; its keys are {', '.join(itertools.islice(paths(record), 30)) or 'none'}")
 

@@ -51,6 +51,7 @@ MAY_BE_DATA = ("data set", ".json", ".tar", ".zip", ".7z", ".rar", ".lz4", ".pdf
                ".eml", ".mbox", ".sql", ".db", ".avro", ".orc", ".feather", ".h5", ".npy", ".pkl")
 BESIDE = ".arrow (not of the data set saved there)"
 NO_RECORD = ("has no key", "is not an object")  # what the settings of some program look like
+OTHER_KEY = ("has no key", "has no text but", "has nothing in")  # where another may be the one with the text
 COMMIT = re.compile("[0-9a-f]{40}")
 BOUNDARY_LINE = re.compile(rf"^{re.escape(BOUNDARY)}\r?$", re.MULTILINE)
 STATE_ROWS = 1000  # rows between two copies of a stream's state: a copy per row costs more than reading the row
@@ -122,8 +123,9 @@ def list_files(source: str) -> tuple[str, list[str], Counter]:
         passed = {name: why for name, why in passed.items() if os.path.realpath(name) not in found}
     else:
         link = f" (a link to {os.readlink(source)})" if os.path.islink(source) else ""
-        raise FileNotFoundError(f"{source}{link} not found.\n  A source is a file, a folder, a glob in quotes, stdlib, "
-                                "or hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data set on Hugging Face.")
+        raise FileNotFoundError(f"{source or 'A source without a name'}{link} not found.\n  A source is a file, a "
+                                "folder, a glob in quotes, stdlib, or hf:NAME[@REVISION][:CONFIG][:SPLIT] for a data "
+                                "set on Hugging Face.")
     stale = set() if os.path.isfile(source) else beside_saved(root, names)
     names, counts = [name for name in names if name not in stale], Counter([*passed.values(), *[BESIDE] * len(stale)])
     if not names:
@@ -397,22 +399,23 @@ class Reader:
             raise error
         self.counts["bad"] += 1
         if len(self.notes) < NOTES:
-            self.notes.append(str(error).partition("\n")[0] + part)
+            self.notes.append(str(error).partition("\n  ")[0].replace("\n", "\\n") + part)
 
     def _bad(self, path, unit, number, why, others=()):
         """A broken record: counted under skip_bad, otherwise the end of the run, with the next ones in the file."""
         if self.skip_bad:
             self.counts["bad"] += 1
             if len(self.notes) < NOTES:
-                self.notes.append(f"{path}: {unit} {number} {why}")
+                self.notes.append(f"{path}: {unit} {number} {why}".replace("\n", "\\n"))
             return
         more = list(itertools.islice(others, 1000))
-        more = (f"\n  So are {len(more)}{' or more' * (len(more) == 1000)} after it: {unit} "
-                f"{', '.join(map(str, more[:NOTES]))}{', ...' * (len(more) > NOTES)}.") if more else ""
+        more = (f"\n  For this reason or another, so are {len(more)}{' or more' * (len(more) == 1000)} after it: "
+                f"{unit} {', '.join(map(str, more[:NOTES]))}{', ...' * (len(more) > NOTES)}.") if more else ""
+        advice = f"{formats.CONVERT}, put U+FFFD there with --errors replace," if why.startswith(formats.NO_UTF8) else (
+            "Repair it, name another --text_key," if why.startswith(OTHER_KEY) else "Repair it,")
         form = f"\n  A conversation is {chat.FORM}." if self.source.chat else ""
-        other = "" if self.source.chat else "name another --text_key, "
-        raise ValueError(f"{path}: {unit} {number} {why}.{more}{form}\n  Repair it, {other}or leave such records out "
-                         "with --skip_bad.")
+        raise ValueError(f"{path}: {unit} {number} {why}.{more}{form}\n  {advice} or leave such records out with "
+                         "--skip_bad.")
 
 
 def hash_text(record: str, counts: Counter):

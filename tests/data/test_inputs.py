@@ -182,6 +182,8 @@ TABLE = {
         {"dataset_dict.json": '{"splits": ["train"]}', "train/a.arrow": table(".arrow", text=["a"])}, "", {}, ["a"],
         {}),
     "spaces and umlauts": ({"Bücher und so/Über (1).txt": "ü", "a\nb.txt": "n"}, "", {}, ["ü", "n"], {}),
+    "a line end in a name": ({"a\nb.txt": PNG, "c\n.jsonl": "[]\n" + lines("x")}, "", SKIP, ["x"], {
+        "counts": {"bad": 2}, "notes": r"a\\nb.txt is an image (PNG), which is no text"}),
     "links and loops": (
         {"own.txt": "o", "sub": Link("real"), "real/a.txt": "A", "real/up": Link(".."), "loop": Link("."),
          "dead.txt": Link("nowhere"), "self.txt": Link("self.txt"), "also.txt": Link("own.txt")},
@@ -297,7 +299,8 @@ TABLE = {
     "another column": ({"a.csv": "text,body\nx,y\n"}, "", {"text_key": "body"}, ["y"], {}),
     "a column in other letters": ({"a.csv": "id,Text\n1,x\n"}, "", {}, "no column 'text'; it has id, Text"),
     "the column twice": ({"a.csv": "text,text\nx,y\n"}, "", {}, "several columns 'text'"),
-    "commas without quotes": ({"a.csv": "id,text\n1,a, b\n2\n3,c\n"}, "", {}, "row 1 has 3 fields.*\n.*row 2"),
+    "commas without quotes": ({"a.csv": "id,text\n1,a, b\n2\n3,c\n"}, "", {},
+                              "row 1 has .*\n  For this reason or another, so are 1 after it: row 2.\n  Repair it, "),
     "the same, to be skipped too": ({"a.csv": "id,text\n1,a, b\n2\n3,c\n"}, "", SKIP, ["c"], {"counts": {"bad": 2}}),
     "a quote that never ends": ({"a.csv": 'id,text\n0,ok\n1,"abc\n2,def\n'}, "", {},
                                r"row 2 is no CSV \(a quote in it, from line 3 on, .* nothing behind it"),
@@ -312,10 +315,17 @@ TABLE = {
         {"a.csv": 'id,text\n1,"he said "hi" twice"\n2,b\n'}, "", SKIP, ["b"], {"counts": {"bad": 1}}),
     "a header and nothing else": (
         {"a.csv": "id,text\n", "b.csv": ""}, "", {}, [], {"counts": {"empty": 2}, "read": {}}),
-    "long fields, NULs, old Macs": (
-        {"a.csv": f"id,text\r1,{'x' * 200_000}\r2,a\0b\r"}, "", {}, ["x" * 200_000, "a\0b"], {}),
+    "long fields, old Macs": ({"a.csv": f"id,text\r1,{'x' * 200_000}\r2,a\r"}, "", {}, ["x" * 200_000, "a"], {}),
+    "a NUL": ({"a.csv": "id,text\n1,a\0b\n2,c\n"}, "", {}, "row 1 has a NUL in it, .*\n  Repair it, or leave such"),
+    "NULs everywhere": (
+        {"a.csv": "id,text\n1,a\0b\n2,c\n", "b.jsonl": lines("d", "e\0"), "c.json": '[{"text": "\\u0000"}]',
+         "d.parquet": table(text=["f\0", "g"]), "e.txt": "h\0"}, "", SKIP, ["c", "d", "g"], {"counts": {"bad": 5}}),
     "Latin-1 in a CSV": ({"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", {},
-                         "a.csv: row 1 has a byte that is no UTF-8 behind 'caf'"),
+                         "a.csv: row 1 has a byte that is no UTF-8 behind 'caf'.\n  Convert it with iconv -f CP1252 "),
+    "Latin-1 in JSON lines": ({"a.jsonl": '{"text": "café"}\n'.encode("latin-1")}, "", {},
+                              "line 1 has a byte .*\n  Convert it with iconv .* --errors replace, or leave"),
+    "Latin-1 in a text": ({"a.txt": "café".encode("latin-1")}, "", {}, "byte 3 is no UTF-8.*Convert it with iconv -f "),
+    "a text that is a number": ({"a.jsonl": '{"text": 1}'}, "", {}, "\n  Repair it, name another --text_key, or leave"),
     "the same, replaced": (
         {"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", REPLACE, ["caf\ufffd"], {"counts": {"replaced": 1}}),
     "bytes that are no UTF-8, by record": (
