@@ -61,7 +61,7 @@ def parse(argv):
     args = p.parse_args(argv)
     for name in ("max_tokens", "seq_len", "stride", "micro_batch_size", "limit"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 1e15:
-            p.error(f"--{name} is {getattr(args, name)}; it must be 1 or more.")
+            p.error(f"--{name} is {getattr(args, name)}; it must be 1 or more, and below 1e15.")
     for name, needs in (("choices", "a file of questions"), ("tasks", "names of tasks, as in --tasks hellaswag,piqa")):
         if getattr(args, name) is not None and not getattr(args, name).strip(" ,"):
             p.error(f"--{name} is empty; it needs {needs}.")

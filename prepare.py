@@ -74,11 +74,14 @@ except ModuleNotFoundError as error:
 
 OPTIONS = ("vocab_size", "tokenizer", "val_fraction", "max_bytes", "max_tokens", "errors", "skip_bad", "shard_tokens",
            "tokenizer_bytes", "seed", "special", "phases")  # what decides the bytes of the shards, beside the sources
+MOST_BITS = {"vocab_size": 31, "shard_tokens": 31, "workers": 12, "tokenizer_bytes": 63, "max_tokens": 63,
+             "max_bytes": 63}
 BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 4, 8  # for guesses about disk space
 LEFTOVERS = ("*.part", "progress.json*", "seen.bin")  # of a run, when meta.json is there
 OURS = (*LEFTOVERS, "train_*.bin*", "val_*.bin*", "tokenizer.json*", "meta.json*")
 ONLY_READ = ("batches.py", "verify.py", "__init__.py")  # of stack/data: they decide nothing that is written
 EXAMPLE = '  sources = [dict(source="texts/", weight=70), dict(source="code/", weight=30)]'  # of a recipe
+AS_TEXT = "To read it as text name its folder, or a glob that matches it, in quotes"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -122,11 +125,12 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     args.source = list(map(expand, args.source))
     args.recipe = [dict(source=source) for source in args.source]
-    if any(is_recipe(source, alone=len(args.source) == 1) for source in args.source):
-        if len(args.source) > 1:
-            parser.error(f"a recipe stands alone, without other sources: {' '.join(args.source)}")
-        recipe, options = read_recipe(args.source[0], {action.dest: action for action in parser._actions
-                                                       if action.dest not in ("help", "source")})
+    alone = len(args.source) == 1
+    if path := next((source for source in args.source if is_recipe(source, alone)), None):
+        if not alone:
+            parser.error(f"{path} assigns sources, so it is a recipe, which stands alone. {AS_TEXT}")
+        recipe, options = read_recipe(path, {action.dest: action for action in parser._actions
+                                             if action.dest not in ("help", "source")})
         parser.set_defaults(**{key: value if isinstance(value, bool | list) else str(value)
                                for key, value in options.items()})
         args = parser.parse_args(argv, argparse.Namespace(recipe=recipe))  # once more: flags win over the recipe
@@ -146,9 +150,9 @@ def parse_args(argv):
     args.recipe = [{**source, "source": expand(source["source"])} for source in args.recipe]
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction {args.val_fraction} must be from 0 to below 1; 0.01 is one percent")
-    for key in ("shard_tokens", "workers", "tokenizer_bytes", "max_tokens", "max_bytes"):
-        if (value := getattr(args, key)) is not None and not 1 <= value < (2**31 if key == "shard_tokens" else 2**63):
-            parser.error(f"--{key} {value} is out of range: at least 1, and shard_tokens below 2**31")
+    for key, bits in MOST_BITS.items():
+        if (value := getattr(args, key)) is not None and not 1 <= value < 2**bits:
+            parser.error(f"--{key} {value} is out of range: at least 1, and below 2**{bits}")
     if args.out is None:
         name = Path(args.source[0].removeprefix("hf:").split(":")[0]).name.split(".")[0].removeprefix("data_")
         args.out = f"data/{re.sub('[^A-Za-z0-9_-]+', '_', name).strip('_') or 'mine'}"
@@ -178,11 +182,13 @@ def by_phase(weight, n: int) -> list:
 
 
 def count(text: str) -> int:
-    """100000, 100_000 or 1e5; argparse makes a message of the ValueError."""
-    number = float(text)
-    if number != int(number):
-        raise ValueError
-    return int(number)
+    """100000, 100_000 or 1e5; argparse makes a message of the error."""
+    try:
+        if (number := float(text)).is_integer():
+            return int(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is no whole number. 100000, 100_000 and 1e5 are one.")
 
 
 def is_recipe(source: str, alone: bool = False) -> bool:
@@ -220,7 +226,8 @@ def read_recipe(path: str, flags: dict):
     try:
         names = runpy.run_path(path)
     except Exception as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}.\n  A recipe assigns sources and options.") from None
+        raise ValueError(f"{path}: {type(error).__name__}: {error}.\n  It assigns sources, so it was run as a recipe. "
+                         f"{AS_TEXT}.") from None
     names = {key: value for key, value in names.items()
              if not key.startswith("_") and not callable(value) and type(value) is not type(os)}
     sources, source_keys = names.pop("sources", None), {field.name for field in fields(Source)}
@@ -231,7 +238,7 @@ def read_recipe(path: str, flags: dict):
                          "needed.\n  With phases = [0.9] the second mixture begins at 0.9 of them.")
     if not sources or not isinstance(sources, list | tuple) or not all(isinstance(each, dict) for each in sources):
         raise ValueError(f"{path}: sources is {sources!r}; a list of dict(source=..., weight=...) is needed.\n"
-                         f"{EXAMPLE}")
+                         f"{EXAMPLE}\n  {AS_TEXT}.")
     places = [(f"{path}: source {i}", source, source_keys) for i, source in enumerate(sources, 1)]
     for where, given, allowed in [(path, names, {*flags, "phases"}), *places]:
         for key in set(given) - allowed:

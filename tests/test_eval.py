@@ -193,6 +193,7 @@ def test_a_moved_data_folder_is_asked_for_and_found(made, measure, call, tmp_pat
 
 @pytest.mark.parametrize("flags, word", [
     (["--split", "test"], "test"), (["--seq_len", "64"], "--seq_len is 64"), (["--max_tokens", "nan"], "max_tokens"),
+    (["--max_tokens", "1e400"], "inf; it must be 1 or more, and below 1e15"), (["--limit", "inf"], "--limit"),
     (["--max_tokens", "15"], "a window has 16 tokens"), (["--max_tokens", "9", "--answers"], "--limit"),
     (["--stride", "0"], "--stride is 0"), (["--stride", "17"], "--stride is 17"),
     (["--stride", "4", "--embeddings"], "--stride"), (["--max_token", "9"], "Did you mean --max_tokens?"),

@@ -244,7 +244,7 @@ def test_wrong_recipes(tmp_path, capsys, text, words):
     assert code == 2 and re.search(words, capsys.readouterr().err) and not (tmp_path / "out").exists()
 
 
-def test_recipe_or_text(tmp_path):
+def test_recipe_or_text(tmp_path, capsys):
     """A .py file is a recipe if it assigns sources, and a document otherwise; flags win over what a recipe says."""
     (tmp_path / "data_x.py").write_text("sources = [dict(source='stdlib', weight=3)]\nval_fraction = 0.2\nseed = 5\n")
     args = prepare.parse_args([str(tmp_path / "data_x.py"), "--seed", "6"])
@@ -262,7 +262,13 @@ def test_recipe_or_text(tmp_path):
     args = prepare.parse_args([str(tmp_path / "data_y.py")])
     assert (args.max_tokens, args.seed, args.val, args.skip_bad) == (10**9, 5, ["a.txt", "b.txt"], True)
     with pytest.raises(SystemExit):
-        prepare.parse_args([str(tmp_path / "data_x.py"), "stdlib"])
+        prepare.parse_args(["stdlib", str(tmp_path / "data_x.py")])
+    assert f"{tmp_path}/data_x.py assigns sources, so it is a recipe" in (said := capsys.readouterr().err)
+    assert "To read it as text name its folder, or a glob" in said
+    for text in ("sources = missing", "sources = 7"):
+        (tmp_path / "mine.py").write_text(text)
+        with pytest.raises(ValueError, match="\n  .*To read it as text name its folder"):
+            prepare.parse_args([str(tmp_path / "mine.py")])
     for path in (ROOT / "configs").glob("data_*.py"):
         args = prepare.parse_args([str(path)])
         assert all(source["source"] for source in args.recipe)

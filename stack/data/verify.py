@@ -71,7 +71,10 @@ def said_of(source: dict, where=" (meta.json lists them)") -> list[str]:
     if lines := source.get("boundary_lines"):
         said.append(f"{lines:,} lines are {BOUNDARY}, which is text here; with --separator '{BOUNDARY}' documents end "
                     "there")
-    if source.get("separator") and not source.get("separators"):
+    texts = any(how.endswith((" whole", " by document")) for how in source.get("read", {}))
+    if source.get("separator") and not texts:
+        said.append(f"--separator {source['separator']!r} is for text files; what was read has records of its own")
+    elif source.get("separator") and not source.get("separators"):
         said.append(f"--separator {source['separator']!r} is nowhere in it")
     elif n := source.get("unseparated"):
         said.append(f"{n:,} file(s) have no --separator {source['separator']!r} in them and are one document each")
