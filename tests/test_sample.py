@@ -341,7 +341,7 @@ def test_wrong_flags_end_with_a_message_and_no_output(call, flags, word):
 
 def test_what_is_no_run_and_what_is_no_text_is_named(call, tmp_path):
     assert "nowhere" in call(run=tmp_path / "nowhere").err
-    for data, said in ((b"caf\xe9", "byte 3 is 0xe9.\n  Convert it with iconv -f CP1252"),
+    for data, said in ((b"caf\xe9", "byte 3 is 0xe9.\n  Convert it (iconv -f CP1252"),
                        (b"\x89PNG\r\n\x1a\n\0", "an image"),
                        ("hello".encode("utf-16"), "UTF-16 from byte 0 on; UTF-8 is needed.\n  Convert it with: iconv "),
                        ("日本".encode("iso-2022-jp"), "iconv -f ISO-2022-JP -t UTF-8 OLD > NEW")):

@@ -4,8 +4,8 @@ A name says what a file is, in letters of any case: FORMATS has who reads it, PA
 what holds several.  Content that is something else is refused as what it is (signatures.py).
 
 **Bytes are kept.**  Text is read as bytes and decoded as UTF-8 here, never by open(): no line ending is translated, no
-locale is asked.  A byte order mark is dropped, UTF-16 is refused, so is a text with a NUL or many control characters, a
-byte that is no UTF-8 is an error with its offset (or becomes U+FFFD, counted).
+locale is asked.  A byte order mark is dropped, UTF-16 and ISO-2022 are refused, so is a text with a NUL or many control
+characters, a byte that is no UTF-8 is an error with its offset (or becomes U+FFFD, counted).
 
 **Nothing is held whole**, but for one record (of MAX_LINE at most), a batch of rows (64 of parquet; in Arrow as many as
 were written at a time), and on disk a member of an archive, or a packed file that has to be read from its end.

@@ -8,7 +8,7 @@ CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\f\r\33"})
 MOST_CONTROLS = 0.05  # of the first bytes of a text
 JSON = re.compile(rb"\s*(\[\s*)?\{\s*\"[^\"\\\n]{0,200}\"\s*:")  # how JSON begins that holds records
 EXPECTED = {".tar": "a tar archive", ".zip": "a zip archive", ".parquet": "a parquet file", ".arrow": "an Arrow file"}
-CONVERT = "Convert it with iconv -f CP1252 -t UTF-8 OLD > NEW, if it is Western European, as Latin-1 is"
+CONVERT = "Convert it (iconv -f CP1252 -t UTF-8 OLD > NEW, if it is Latin-1 or Windows' own)"
 SIGNATURES = {(257, b"ustar"): "a tar archive", (0, b"PK\3\4"): "a zip archive", (0, b"PK\5\6"): "a zip archive",
               (0, b"PAR1"): "a parquet file", (0, b"ARROW1"): "an Arrow file",
               (0, b"\x1f\x8b"): "packed by gzip", (0, b"\x28\xb5\x2f\xfd"): "packed by zstd",

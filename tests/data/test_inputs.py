@@ -20,6 +20,7 @@ import prepare
 from stack.data import formats, sources
 from stack.data.sources import Reader, Source, listed
 from stack.data.tokenizer import train_tokenizer
+from stack.data.verify import said_of
 from stack.data.writer import fresh, start
 
 CORPUS = [f"Text {i}: {'the river and the stone ' * (i % 7 + 1)}\r\n\u2028 \"quoted\", \té漢🙂\n" for i in range(40)]
@@ -182,7 +183,7 @@ TABLE = {
         {"dataset_dict.json": '{"splits": ["train"]}', "train/a.arrow": table(".arrow", text=["a"])}, "", {}, ["a"],
         {}),
     "spaces and umlauts": ({"Bücher und so/Über (1).txt": "ü", "a\nb.txt": "n"}, "", {}, ["ü", "n"], {}),
-    "a line end in a name": ({"a\nb.txt": PNG, "c\n.jsonl": "[]\n" + lines("x")}, "", SKIP, ["x"], {
+    "a line end in a name": ({"a\nb.txt": PNG, "c\n.jsonl": "5\n" + lines("x")}, "", SKIP, ["x"], {
         "counts": {"bad": 2}, "notes": r"a\\nb.txt is an image (PNG), which is no text"}),
     "links and loops": (
         {"own.txt": "o", "sub": Link("real"), "real/a.txt": "A", "real/up": Link(".."), "loop": Link("."),
@@ -321,10 +322,10 @@ TABLE = {
         {"a.csv": "id,text\n1,a\0b\n2,c\n", "b.jsonl": lines("d", "e\0"), "c.json": '[{"text": "\\u0000"}]',
          "d.parquet": table(text=["f\0", "g"]), "e.txt": "h\0"}, "", SKIP, ["c", "d", "g"], {"counts": {"bad": 5}}),
     "Latin-1 in a CSV": ({"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", {},
-                         "a.csv: row 1 has a byte that is no UTF-8 behind 'caf'.\n  Convert it with iconv -f CP1252 "),
+                         "a.csv: row 1 has a byte that is no UTF-8 behind 'caf'.\n  Convert it \\(iconv -f CP1252 "),
     "Latin-1 in JSON lines": ({"a.jsonl": '{"text": "café"}\n'.encode("latin-1")}, "", {},
-                              "line 1 has a byte .*\n  Convert it with iconv .* --errors replace, or leave"),
-    "Latin-1 in a text": ({"a.txt": "café".encode("latin-1")}, "", {}, "byte 3 is no UTF-8.*Convert it with iconv -f "),
+                              "line 1 has a byte .*\n  Convert it \\(iconv .* --errors replace, or leave"),
+    "Latin-1 in a text": ({"a.txt": "café".encode("latin-1")}, "", {}, "byte 3 is no UTF-8.*Convert it \\(iconv -f "),
     "a text that is a number": ({"a.jsonl": '{"text": 1}'}, "", {}, "\n  Repair it, name another --text_key, or leave"),
     "the same, replaced": (
         {"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", REPLACE, ["caf\ufffd"], {"counts": {"replaced": 1}}),
@@ -519,6 +520,16 @@ def test_the_summary_says_what_became_of_it(tmp_path, vocabulary, capsys):
     said = capsys.readouterr().out
     assert f"{more}: read 1 .txt by document, 1 .jsonl by line\n" in said and "which is text" not in said
     assert f"{tmp_path}/mixed: --separator '\\n<|endoftext|>\\n' is nowhere in it" in said
+
+
+@pytest.mark.parametrize("read, more, line", [
+    ({".jsonl by line": 2}, {}, "--separator '#' is for text files; what was read has records of its own"),
+    ({".txt by document": 1, ".csv by row": 1}, {}, "--separator '#' is nowhere in it"),
+    ({".txt by document": 2}, {"separators": 3, "unseparated": 1}, "1 file(s) have no --separator '#' in them and "),
+    ({".tsv by row": 1}, {"separators": 1, "over_lines": 2}, "2 row(s) of .tsv go over several lines")])
+def test_the_summary_of_what_was_divided(read, more, line):
+    said = said_of({"source": "a", "separator": "#", "read": read, "notes": [], **more})
+    assert sum(f"a: {line}" in each for each in said) == 1, said
 
 
 def test_a_data_set_inside_of_its_source(tmp_path, vocabulary, capsys):
