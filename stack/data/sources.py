@@ -291,7 +291,8 @@ class Reader:
             for member, file in self._sound(self._files(number, first, skip)):
                 unit, read = formats.TALKS.get(file.kind, formats.NO_TALK) if self.source.chat else FORMATS.get(
                     file.kind, WHOLE)
-                if not skip and file.kind == ".json" and self._is_found(file) and self._has_no_record(file, read):
+                found = not skip and file.kind == ".json" and not self.source.chat and self._is_found(file)
+                if found and self._has_no_record(file, read):
                     self.passed[f".json (no key {self.source.text_key!r})"] += 1  # settings of a program, say
                     continue
                 records, new, bad = self._sound(read(file, self.source.text_key, skip)), not skip, self.counts["bad"]

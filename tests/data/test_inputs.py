@@ -476,6 +476,15 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, name, chang
         list(pieces)
 
 
+def test_fields_of_conversations_are_counted_once(tmp_path):
+    """Those in a folder's .json too, whose beginning is looked at before."""
+    talk = {"id": 1, "messages": [{"role": role, "content": role} for role in ("user", "assistant")]}
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps([talk]))
+    reader = Reader(Source(str(tmp_path), chat=True))
+    assert len(documents(reader)) == 2 and +reader.counts == {"field id": 2}
+
+
 def test_records_too_long_to_be_parsed(tmp_path, monkeypatch):
     """They are bad records; what is behind them is read where the format shows where that begins."""
     for name, value in (("MAX_LINE", 100), ("CHUNK", 40)):
