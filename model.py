@@ -142,13 +142,13 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
     chunk = chunk or default_chunk(N, V, hidden.dtype, hidden.device.type)
     loss = torch.empty(N, dtype=wide, device=hidden.device)
     dh = torch.empty_like(hidden) if want_dh else None
-    dw_like = torch.empty_like if N else torch.zeros_like  # the first chunk, if there is one, writes all of it
-    dw = dw_like(weight, dtype=wide) if want_dw else None
+    dw = (torch.empty_like if N else torch.zeros_like)(weight, dtype=wide) if want_dw else None  # chunk 0 writes it all
     buffer = hidden.new_empty(min(chunk, N), V)  # one chunk of logits, reused: fresh pages cost as much as the matmul
-    direct = hidden.dtype == wide or weight.is_cuda and torch.__version__ >= (2, 13)  # matmuls that add to dw as it is
+    direct = hidden.dtype == wide or (weight.is_cuda and torch.__version__ >= (2, 13))  # the matmul adds to fp32 itself
     dw_chunk = torch.empty_like(weight) if want_dw and N > chunk and not direct else None
     rows = max((1 << 20) // weight.shape[1], 1) if weight.device.type == "cpu" else V
-    for here in (slice(start, start + chunk) for start in range(0, N, chunk)):
+    for start in range(0, N, chunk):
+        here = slice(start, start + chunk)
         h = hidden[here]  # (n, C)
         logits = torch.mm(h, weight.t(), out=buffer[:len(h)])  # (n, V)
         loss[here] = arithmetic(logits, targets[here], scale[here], n_vocab, ignore_index, z_loss, softcap,
@@ -156,8 +156,8 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
         if want_dh:
             torch.mm(logits, weight, out=dh[here])
         if want_dw and direct:
-            torch.addmm(dw, logits.t(), h, *[wide] * (h.dtype != wide), beta=int(here.start > 0), out=dw)
-        elif want_dw and here.start == 0:
+            torch.addmm(dw, logits.T, h, beta=int(start > 0), out=dw, **({} if h.dtype == wide else dict(out_dtype=wide)))
+        elif want_dw and start == 0:
             dw.copy_(torch.mm(logits.t(), h, out=dw_chunk))
         elif want_dw:  # summed in fp32; in blocks, since at once a CPU first makes an fp32 copy, on fresh pages
             torch.mm(logits.t(), h, out=dw_chunk)

@@ -16,6 +16,8 @@ import model as plain
 from model import GPT, KVCache
 
 COMPILE_FROM = 1 << 22  # logits per call from which compiling the chunk arithmetic pays for itself
+# in a traced graph: what counts on strides as they were traced, or writes where `_version` does not tell (.data)
+UNSEEN = "as_strided", "triton_kernel_wrapper", "_get_data_attr"
 failed = False  # whether nothing compiles here, as found out by trying
 
 
@@ -24,7 +26,7 @@ def compile_or_not(function, random: bool = False):
 
     On a CPU cheap operations are done again in the backward pass: 2.3 GB where keeping their results took 2.9 GB, and
     no slower (Stack-100M, 2 x 1024 tokens, 2 cores); operators of ours, like attention, are not cheap and are kept.
-    GPUs, not measured, keep PyTorch's choice, and linears are merged for them.  random: it draws, as for dropout, which
+    GPUs, not measured, keep PyTorch's choice, and have linears merged.  random: it draws, as for dropout, which
     PyTorch (2.13) would do again too, with other random numbers.
     """
     backend = {"backend": merged} if torch.cuda.is_available() else {}
@@ -39,7 +41,8 @@ def compile_or_not(function, random: bool = False):
             if not is_compilers(error):
                 raise
             warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
-                          f"{str(error).splitlines()[0]} Install a C++ compiler, or say --compile=false.", stacklevel=2)
+                          f"{str(error).splitlines()[0]} If that is for want of a C++ compiler, install one; "
+                          "--compile=false does without.", stacklevel=2)
             torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
             global failed
             failed = True
@@ -48,9 +51,10 @@ def compile_or_not(function, random: bool = False):
 
 
 def merged(graph, inputs):
-    """A backend for torch.compile: Inductor, given a graph whose linears are merged."""
+    """A backend for torch.compile: Inductor, given a graph whose linears are merged if it is for a GPU."""
     from torch._inductor.compile_fx import compile_fx
-    return compile_fx(merge_linears(graph), inputs)
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+    return compile_fx(merge_linears(graph) if on_gpu else graph, inputs)
 
 
 def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -59,13 +63,18 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     It sees what was traced, hooks included, whatever the model's code says.  Left alone are weights that are computed,
     sharded, not trained like the others, or in the products' format already: autocast's cast of the others becomes a
-    copy into one matrix, these would need one of their own; and what was written into.
+    copy into one matrix, these would need one of their own; and what was written into.  A slice is not contiguous: a
+    graph with what may count on that is left alone too.
     """
     for part in (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)):  # recomputed ones too
         groups, calls = {}, part.graph
+        if any(name in str(node.target) for node in calls.nodes for name in UNSEEN):
+            continue
         for node in calls.find_nodes(op="call_function", target=F.linear):
+            if node.kwargs:  # a bias by its name
+                continue
             x, weight, bias = (*node.args, None)[:3]
-            values = [n.meta.get("example_value") for n in (node, x, weight)]
+            values = [n.meta.get("example_value") for n in (node, x, weight, bias) if n is not None]
             if (all(n is None or n.op == "placeholder" for n in (weight, bias)) and not any(
                     v is None or v._version or hasattr(v, "placements") for v in values)
                     and values[2].ndim == 2 and values[2].dtype != values[0].dtype):
@@ -83,6 +92,9 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
                 for i, node in enumerate(nodes):
                     mine = calls.call_function(operator.getitem, (slices, i))
                     mine.meta.update(node.meta)  # without it the compiler's cache does not take the graph
+                    for user in node.users:
+                        if user.target == "view" and not isinstance(user.args[1], torch.dtype):
+                            user.target = "reshape"  # of what is not contiguous
                     node.replace_all_uses_with(mine)
             for node in nodes:
                 calls.erase_node(node)

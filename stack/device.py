@@ -93,8 +93,12 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 
 def round_residual(model, dtype: torch.dtype):
-    """Hand the residual stream to each block of a model in this format, under autocast: what blocks add to it, and with
-    that the stream behind the first, and its gradient, are autocast's.  Norms compute in fp32 all the same."""
+    """Hand the residual stream to each block of a model in this format, autocast's, under autocast.
+
+    Blocks then add in it, so that the stream and its gradient have it from the first block on; norms compute in fp32
+    all the same.  Without autocast, as in checks in fp32, nothing is rounded.  Kept as model.residual_dtype for
+    sharding.whole, which builds the model anew; a model loaded from a checkpoint has neither.
+    """
     def rounded(block, args):
         x, *rest = args
         return (x.to(dtype), *rest) if torch.is_autocast_enabled(x.device.type) else None

@@ -100,14 +100,14 @@ def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,
     (compiled arithmetic has nothing else of that size; "uncompiled" is what it takes without: four fp32 copies and a
     mask), cast copies of hidden and weight, a chunk's dW, and 8 bytes per token of loss and scale; its
     backward peak has dH once more, in fp32.  A CPU multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does
-    not, and it adds a chunk's dW where it multiplies.
+    not, and with PyTorch 2.13 adds a chunk's dW where it multiplies.
     """
     N, V, C, low = n_tokens, cfg.padded_vocab_size, cfg.d_model, dtype.itemsize
     chunk = default_chunk(N, V, dtype, device_type)
     saved = low * N * C + 4 * V * C
     forward, backward = saved + low * chunk * V + 8 * N, saved
     if low < 4:
-        forward += low * (N + V) * C + (N > chunk and device_type == "cpu") * low * V * C
+        forward += low * (N + V) * C + (N > chunk and device_type != "cuda") * low * V * C
         backward += (2 if device_type == "cpu" else 1) * 4 * N * C
     return {"naive": {"saved": 4 * N * V, "forward_peak": 8 * N * V, "backward_peak": 12 * N * V},
             "chunked": {"saved": saved, "forward_peak": forward, "backward_peak": backward, "chunk": chunk,

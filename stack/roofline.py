@@ -47,11 +47,11 @@ def newton_schulz_flops(muon_params) -> int:
     return sum(NS_STEPS * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3) for p in muon_params)
 
 
-def moved_bytes(cfg, low: int, residual: int) -> tuple[int, int]:
+def moved_bytes(cfg, low: int, residual: int, merged: bool) -> tuple[int, int]:
     """What everything but matmuls and attention moves in a block, forward and backward, per token."""
     C, F, q, k = cfg.d_model, cfg.d_ff, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     up, turned = F * (2 if cfg.mlp == "swiglu" else 1), q + k if cfg.qk_norm or cfg.pos == "rope" else 0
-    merged, casts = low < 4, residual != low
+    casts = residual != low
     forward = 4 * (residual + low) * C + low * C + 2 * low * turned + low * (up + F)
     backward = casts * (residual + low) * C + low * (2 * up + F) + 6 * residual * C
     backward += low * ((2 if merged else up // F + 3) + 1 + casts) * C
@@ -71,14 +71,15 @@ def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, m
 
     def matmul(r, c):
         return max(2 * N * r * c / rate, low * (N * (r + c) + r * c) / moved)
+    merged = low < 4 and train.dp == "ddp" and train.tp == 1  # compiled.merge_linears leaves sharded weights alone
     shapes = collections.Counter()  # rows by name and columns, of what is merged together
     for name, p in model.blocks.named_parameters():
         if p.ndim == 2 and p not in looked_up:
-            shapes[re.sub(r"w_gate|w_up|\bw[qkv]\b", "merged", name) if low < 4 else name, p.shape[1]] += len(p)
+            shapes[re.sub(r"w_gate|w_up|\bw[qkv]\b", "merged", name) if merged else name, p.shape[1]] += len(p)
     keys = [(width, counts.mean_keys(train.seq_len, mean_doc_len if train.doc_mask else None, window)
              + TILE / 2 * (1 + train.doc_mask)) for width, window in counts.attention_layers(model)]
     scores = N * sum(4 * width * seen for width, seen in keys)  # FLOPs forward; backward computes them again: 2.5 times
-    forward, backward = moved_bytes(cfg, low, DTYPES[train.residual_dtype].itemsize)
+    forward, backward = moved_bytes(cfg, low, DTYPES[train.residual_dtype].itemsize, merged)
     V, C = model.head_weight.shape
     chunks = math.ceil(N / default_chunk(N, V, dtype, "cuda"))
     muon, adamw = (owned(optimizers, kind) for kind in (Muon, AdamW))

@@ -6,8 +6,8 @@ import typing
 
 from stack.config import NO_UTF8, expand, no_utf8
 
-NO_BFLOAT16 = ("residual_dtype is bfloat16, but what blocks add to the stream is {}: nothing would be saved. Set "
-               "--dtype=bfloat16, or leave out --residual_dtype.")
+RESIDUAL_NEEDS_BFLOAT16 = ("residual_dtype is bfloat16, but what blocks add to the stream is {}: nothing would be "
+                           "saved. Set --dtype=bfloat16, or leave out --residual_dtype.")
 PATHS = "data_dir", "out_dir", "init_from"
 
 
@@ -98,7 +98,7 @@ class TrainConfig:
             found.append(f"init_from ({self.init_from}): the name of a checkpoint in out_dir is needed behind resume:. "
                          "Write resume:ckpt_step_N.")
         if self.residual_dtype == "bfloat16" and self.dtype not in ("auto", "bfloat16"):
-            found.append(NO_BFLOAT16.format(self.dtype))
+            found.append(RESIDUAL_NEEDS_BFLOAT16.format(self.dtype))
         if self.keep_moments and self.init_from.startswith(("scratch", "hf:")):
             found.append(f"keep_moments needs a run to take moments from, and init_from is {self.init_from}. Set "
                          "--init_from=RUN, or leave out --keep_moments.")

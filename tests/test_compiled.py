@@ -127,8 +127,28 @@ def low_rank(x, v, w):
     return F.linear(x, v), F.linear(x, w + w[:, :1] @ v[:1])
 
 
+def biases_by_name(x, v, w):
+    return F.linear(x, v, bias=v[:, 0]), F.linear(x, w, bias=w[:, 0])
+
+
+def strides_read(x, v, w):
+    first = F.linear(x, v)
+    return first.as_strided((3, 5, 2), (first.stride(0), first.stride(1), 2)), F.linear(x, w)
+
+
+def clamped_past_autograd(x, v, w):
+    first = F.linear(x, v)
+    w.data.clamp_(-0.5, 0.5)
+    return first, F.linear(x, w)
+
+
+def viewed(x, v, w):
+    return F.linear(x, v).view(3, -1), F.linear(x, w).view(-1)
+
+
 @pytest.mark.parametrize("function, merged", [
     (gate_in_fp32, 0), (written_between, 0), (written_after, 0), (low_rank, 0),
+    (biases_by_name, 0), (strides_read, 0), (clamped_past_autograd, 0), (viewed, 1),
     (lambda x, v, w: (F.linear(x, v), F.linear(x + 1, w)), 0), (lambda x, v, w: (F.linear(x, v), F.linear(x, w[0])), 0),
     (lambda x, v, w: (F.linear(x, w), F.linear(x, v), F.linear(x, w)), 1)])
 def test_what_a_fork_may_write(function, merged):

@@ -27,7 +27,7 @@ from stack.device import round_residual
 from stack.parallel import tensor_parallel
 from stack.parallel.ranks import Ranks
 from stack.parallel.tensor_parallel import local
-from stack.train_config import NO_BFLOAT16
+from stack.train_config import RESIDUAL_NEEDS_BFLOAT16
 
 BOUND = 5e-3  # of a difference, as its share of a gradient's norm: rounding makes 4e-6 (Stack-100M, GPT-2)
 FLOOR = 1e-4  # of the largest norm: smaller ones count as that.  The gradients of GPT-2's key biases are rounding alone
@@ -49,7 +49,7 @@ def parallelize(model, ranks: Ranks, device: torch.device, *, dp: str = "ddp", d
         raise ValueError("dtype is float16, whose loss scaling would differ between the parts of a matrix. With tp "
                          f"({ranks.tp}) use --dtype=bfloat16 or float32.")
     if residual_dtype not in (torch.float32, dtype):
-        raise ValueError(NO_BFLOAT16.format(str(dtype).removeprefix("torch.")))
+        raise ValueError(RESIDUAL_NEEDS_BFLOAT16.format(str(dtype).removeprefix("torch.")))
     model.to(device)
     if residual_dtype != torch.float32:
         round_residual(model, residual_dtype)

@@ -78,20 +78,31 @@ def test_ranks_send_what_the_page_says(tmp_path, way, count):
         assert all(f"{size:,} B" in PAGE for size in done.values())
 
 
+def milliseconds(model, **settings) -> float:
+    """An H100's for a micro batch of 4 x 2,048 tokens, documents of 1,000."""
+    return 1e3 * sum(roofline.micro_step(
+        model, optimizers_of(model, "muon"), TrainConfig(micro_batch_size=4, **settings), "H100",
+        dtype=torch.bfloat16, mean_doc_len=1000).values())
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_tables_are_the_formulas(name):
     cfg = SHAPES[name]
     model = build(cfg)
-    compute = 8e3 * sum(roofline.micro_step(  # ms
-        model, optimizers_of(model, "muon"), TrainConfig(micro_batch_size=4, batch_tokens=65_536), "H100",
-        dtype=torch.bfloat16, mean_doc_len=1000).values())
     for way, n in (("ddp", 8), ("fsdp", 8), ("tp", 2), ("tp", 8)):
+        compute = 8 * milliseconds(model, batch_tokens=65_536, **(dict(tp=n) if way == "tp" else dict(dp=way)))
         size = sent(work(cfg, way, 8192 * (n if way == "tp" else 1), 8), n)
         times = [size / (link * 1e6) for link in LINKS]
         row = f"| {name} | {compute:,.0f} ms | {way}, {n} ranks | {size / 1e9:,.1f} GB | " + " | ".join(
             f"{ms:,.0f} ms" for ms in times) + " |"
         assert row in PAGE
     assert f" {train_state_bytes(model, optimizers_of(model, 'muon')) / 1e9:.1f} GB |" in PAGE
+
+
+def test_a_micro_batch_a_step():
+    """Of the 64 GPUs each has a whole optimizer step to itself."""
+    compute = milliseconds(build(SHAPES["100M"]), batch_tokens=8192)
+    assert f"the 100M model computes for {compute:.0f} ms" in PAGE
 
 
 def test_printed_commands():
