@@ -42,9 +42,9 @@ except ModuleNotFoundError as error:
 
 from stack.counts import build, flops_per_token
 from stack.data.shards import read_meta
-from stack.law import bootstrap, fit, interval, plot, predict
+from stack.law import bootstrap, fit, interval, missed, plot, predict, warning
 from stack.log import read_log
-from stack.rungs import REACH, Rung, beyond, describe, family, ladder, own_flops, parameters, reach, seconds, tops
+from stack.rungs import REACH, Rung, cheapest, describe, family, ladder, own_flops, parameters, reach, seconds, tops
 from stack.start import check
 from stack.train_config import TrainConfig
 
@@ -80,8 +80,9 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
                          "must be narrower. Train the model itself: it is small enough.")
     ladders = {top: ladder(cfg, train, top, folder) for top in tops(cfg)}
     if unit == "s":
-        print(f"timing {PROBE_STEPS} steps of two widths")
-        speed.append(probe(ladders[tops(cfg)[0]][-1], folder))
+        print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where nothing is compiled yet")
+        *_, cold = probe(ladders[tops(cfg)[0]][-1], folder)
+        speed.append([*probe(ladders[tops(cfg)[0]][-1], folder), cold])
         guess = max((top for top in ladders if seconds(ladders[top], speed) <= amount), default=None)
         if guess not in (None, tops(cfg)[0]):  # wider models use a machine better
             speed.append(probe(ladders[guess][-1], folder))
@@ -90,10 +91,7 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
             for top, rungs in ladders.items()}
     if fits := [top for top, price in cost.items() if price <= amount]:
         return max(fits), speed
-    least = min(cost.values())
-    raise ValueError(f"--budget {options.budget} is not enough: the smallest ladder below this model takes "
-                     + (f"{math.ceil(least / 60)} minutes here. Give it --budget {math.ceil(least / 60) + 2}m."
-                        if speed else f"{least:.3g} FLOPs. Give it --budget {least * 1.01:.3g}."))
+    raise ValueError(f"--budget {options.budget} is not enough: {cheapest(ladders, cost, timed=bool(speed))}")
 
 
 def probe(rung: Rung, folder: Path) -> list[float]:
@@ -203,13 +201,14 @@ def conclude(cfg: ModelConfig, train: TrainConfig, rungs: list[Rung], points: li
     n, d, loss = (np.array([p[key] for p in points if not p["held_out"]]) for key in ("parameters", "tokens", "loss"))
     law = fit(n, d, loss)
     drawn, per_nat = bootstrap(law, n, d, loss), points[0]["bpb"] and points[0]["bpb"] / points[0]["loss"]
-
-    def predicted(n, d) -> dict:
-        value, between = float(predict(law, n, d)), interval([predict(one, n, d) for one in drawn])
-        return {"loss": value, "interval": between, "bpb": per_nat and value * per_nat,
-                "bpb_interval": per_nat and [end * per_nat for end in between]}
     for p in points:
         p["predicted"] = float(predict(law, p["parameters"], p["tokens"]))
+    off = missed(points)
+
+    def predicted(n, d) -> dict:
+        value, between = float(predict(law, n, d)), interval([predict(one, n, d) for one in drawn], off)
+        return {"loss": value, "interval": between, "bpb": per_nat and value * per_nat,
+                "bpb_interval": per_nat and [end * per_nat for end in between]}
     whole, furthest = own_flops(cfg, train), reach(rungs)
     cost = min(whole, furthest)
     sizes = {}
@@ -242,8 +241,9 @@ def table(result: dict) -> str:
              f"{'the widest rung, never fitted':<36}{'tokens':>14}{'loss':>9}{'predicted':>11}{'off':>8}",
              *(f"  {p['run']:<34}{p['tokens']:>14,}{p['loss']:>9.4f}{p['predicted']:>11.4f}"
                f"{p['predicted'] / p['loss'] - 1:>+8.2%}" for p in result["points"] if p["held_out"]), "",
-             f"{'predicted, held out':<22}{'parameters':>13}{'tokens/p':>9}{'loss':>9}  {'90 % of draws':<18}"
-             f"{'bits/byte':>8}  90 % of draws"]
+             f"{'predicted, held out':<22}{'parameters':>13}{'tokens/p':>9}{'loss':>9}  {'between':<18}"
+             f"{'bits/byte':>8}  between"]
+    lines[-1:-1] = warning(result["points"])
     lines += [row("the config", own)] if own else []
     lines += [row(f"width {size['width']:,}", size) for size in equal["sizes"]]
     return "\n".join([*lines, "", f"Each width at {equal['flops']:.3g} FLOPs"
@@ -255,7 +255,8 @@ def table(result: dict) -> str:
 def main():
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the run under way saves first.  nohup's is ignored
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            signal.signal(number, lambda number, _: (
+                print("ladder.py: stopped; the same command goes on", file=sys.stderr), sys.exit(128 + number)))
     with as_command("ladder.py"):
         scratch = "init_from must be scratch: a ladder has no other runs."
         cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__, check=lambda
@@ -273,8 +274,8 @@ def main():
             top, speed = choose(cfg, train, options, folder)
             before = {"asked": asked, "top": top, "speed": speed}
         rungs = ladder(cfg, train, before["top"], folder)
-        print(describe(train, rungs, before["speed"], sum(e["tokens"] for e in meta["splits"]["train"]["shards"])))
-        print(beyond(cfg, train, folder, rungs), flush=True)
+        tokens = sum(e["tokens"] for e in meta["splits"]["train"]["shards"])
+        print(describe(cfg, train, folder, rungs, before["speed"], tokens), flush=True)
         if options.plan:
             return
         write(folder, before)

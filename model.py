@@ -156,7 +156,7 @@ def _walk_chunks(hidden, weight, targets, scale, options, want_dh: bool, want_dw
         if want_dh:
             torch.mm(logits, weight, out=dh[here])
         if want_dw and direct:
-            torch.addmm(dw, logits.T, h, beta=int(start > 0), out=dw, **({} if h.dtype == wide else dict(out_dtype=wide)))
+            torch.addmm(dw, logits.t(), h, *([] if h.dtype == wide else [wide]), beta=int(start > 0), out=dw)
         elif want_dw and start == 0:
             dw.copy_(torch.mm(logits.t(), h, out=dw_chunk))
         elif want_dw:  # summed in fp32; in blocks, since at once a CPU first makes an fp32 copy, on fresh pages

@@ -51,9 +51,22 @@ def bootstrap(law, n, d, loss) -> np.ndarray:
     return np.array([fit(n, d, predict(law, n, d) * np.exp(rng.choice(left, len(left))), law) for _ in range(DRAWS)])
 
 
-def interval(values) -> list[float]:
-    """90 % of the bootstrap's values."""
-    return [float(v) for v in np.percentile(values, (5, 95))]
+def interval(values, off: float = 0.0) -> list[float]:
+    """90 % of the bootstrap's values, and at both ends as much more as the law was `off`, in the logarithm."""
+    low, high = np.percentile(values, (5, 95))
+    return [float(low * math.exp(-off)), float(high * math.exp(off))]
+
+
+def missed(points: list[dict]) -> float:
+    """How far off the law is where it was not fitted: the largest |log(predicted / measured)| of what was held out."""
+    return max((abs(math.log(p["predicted"] / p["loss"])) for p in points if p["held_out"]), default=0.0)
+
+
+def warning(points: list[dict]) -> list[str]:
+    """What to say where the law is off by more than 2 % on what was held out."""
+    off = missed(points)
+    return [f"WARNING: the law is off by up to {math.expm1(off):.1%} on a rung just above those fitted, and by more on",
+            "larger models: do not pay by what follows. A larger --budget has wider rungs.", ""] if off > 0.02 else []
 
 
 def plot(result: dict):
@@ -70,7 +83,7 @@ def plot(result: dict):
                    label=f"{n:,} parameters{', not fitted' * some[0]['held_out']}")
         d = np.geomspace(tokens[0] / 2, tokens[-1] * 8, 50)
         above.plot(d * flops[0] / tokens[0], predict(law, n, d), color=f"C{i}", linewidth=1)
-        below.plot(flops, [100 * (p["loss"] / p["predicted"] - 1) for p in some], **kind)
+        below.plot(flops, [100 * (p["predicted"] / p["loss"] - 1) for p in some], **kind)
     own = result["prediction"]
     furthest = own or min(result["equal_cost"]["sizes"], key=lambda size: size["loss"])
     low, high = furthest["interval"]
@@ -78,7 +91,7 @@ def plot(result: dict):
                    yerr=[[max(furthest["loss"] - low, 0)], [max(high - furthest["loss"], 0)]],
                    label="predicted, of the config" if own else "predicted, as far as is claimed")
     above.set(xscale="log", yscale="log", ylabel="held-out loss, nats per token")
-    below.set(xlabel="training FLOPs", ylabel="measured over\npredicted, %")
+    below.set(xlabel="training FLOPs", ylabel="predicted over\nmeasured, %")
     above.legend()
     for ax in (above, below):
         ax.grid(alpha=0.3)

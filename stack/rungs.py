@@ -21,11 +21,12 @@ BATCH_POWER = 0.571  # tokens of a step go with the run's tokens to this power (
 
 
 def family(cfg: ModelConfig, width: int) -> ModelConfig:
-    """A model of the same shape: depth, heads and d_ff go with the width; heads stay as wide, the table as long."""
+    """A model of the same shape: depth, heads and d_ff go with the width; heads stay as wide, the table as long.  Of
+    models of one block none says what a second one is worth: three are the least, where the config has them."""
     part = width / cfg.d_model
     heads = max(round(cfg.n_heads * part), 1)
     kv_heads = [k for k in range(1, heads + 1) if heads % k == 0 and k * cfg.n_heads <= heads * cfg.n_kv_heads]
-    return replace(cfg, d_model=width, n_layers=max(round(cfg.n_layers * part), 1), n_heads=heads,
+    return replace(cfg, d_model=width, n_layers=max(round(cfg.n_layers * part), min(cfg.n_layers, 3)), n_heads=heads,
                    n_kv_heads=max(kv_heads, default=1), d_ff=max(round(cfg.d_ff * part / 16), 1) * 16)
 
 
@@ -102,11 +103,24 @@ def own_flops(cfg: ModelConfig, train: TrainConfig) -> float:
 
 
 def seconds(rungs: list[Rung], speed: list[list[float]]) -> float:
-    """What all jobs take, by probes of one or two widths: [FLOPs per token, seconds per token, seconds to start]."""
-    (f0, s0, start), (f1, s1, other) = speed[0], speed[-1]
+    """What all jobs take, by probes of one or two widths: [FLOPs per token, seconds per token, seconds to start once
+    compiled, and before]; a rung's first job compiles."""
+    (f0, s0, start, *cold), (f1, s1, *_) = speed[0], speed[-1]
     slope = max(s1 - s0, 0) / (f1 - f0) if f1 > f0 else s0 / f0  # of one: as many FLOPs a second at every width
     return sum(rung.cost() / rung.flops_per_token * max(s0 + slope * (rung.flops_per_token - f0), s0 / 2)
-               + max(start, other) * len(rung.jobs()) for rung in rungs)
+               + start * (len(rung.jobs()) - 1) + max(start, *cold) for rung in rungs)
+
+
+def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], timed: bool) -> str:
+    """What the smallest of ladders by width takes, in minutes where speed was timed, and how to ask for it."""
+    top = min(cost, key=cost.get)
+    flops = sum(rung.cost() for rung in ladders[top])
+    takes = f"{math.ceil(cost[top] / 60)} minutes here, {flops:.3g} FLOPs" if timed else f"{flops:.3g} FLOPs"
+    least = ladders[top][0]
+    table = least.model.padded_vocab_size * least.model.d_model
+    return (f"the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n  Of the "
+            f"narrowest rung's {least.n:,} parameters {table:,} are the table's: a smaller --vocab_size in prepare.py "
+            "makes small models cheaper.")
 
 
 def beyond(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung]) -> str:
@@ -125,8 +139,8 @@ def beyond(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung]
                    f"python ladder.py CONFIG --device=cuda --budget {cost * 1.01:.3g}")
 
 
-def describe(train: TrainConfig, rungs: list[Rung], speed: list, n_tokens: int) -> str:
-    """What will be trained and what it costs."""
+def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung], speed: list, n_tokens: int) -> str:
+    """What will be trained and what it costs, and what to say of a config beyond it."""
     lines = [f"{'rung':<14}{'shape':>10}{'parameters':>13}{'tokens, of the longest':>24}{'a step':>9}{'steps':>8}"
              f"{'muon_lr':>10}{'adamw_lr':>10}{'FLOPs':>10}"]
     for rung in rungs:
@@ -137,8 +151,11 @@ def describe(train: TrainConfig, rungs: list[Rung], speed: list, n_tokens: int) 
     disk = sum(12 * rung.n * (len(POINTS) * 2 + POINTS[-1] // POINTS[0]) for rung in rungs) / 1e9
     jobs, most = sum(len(rung.jobs()) for rung in rungs), max(rung.tokens[-1] for rung in rungs)
     took = f", some {seconds(rungs, speed) / 60:.0f} minutes here" if speed else ""
-    lines.append(f"{jobs} runs, {sum(rung.cost() for rung in rungs):.3g} FLOPs{took}, up to {disk:.1g} GB of disk")
+    cost = sum(rung.cost() for rung in rungs)
+    lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk")
+    if speed:
+        lines.append(f"A busy machine is timed otherwise the next time; --budget {cost * 1.01:.3g} is always this one.")
     if most > 4 * n_tokens:  # arXiv 2305.16264
         lines.append(f"{train.data_dir} has {n_tokens:,} tokens, which the longest run sees {most / n_tokens:.0f} "
                      "times: beyond four times a text teaches less, and the law knows of no repetition.")
-    return "\n".join(lines)
+    return "\n".join([*lines, beyond(cfg, train, folder, rungs)])

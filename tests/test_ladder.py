@@ -66,6 +66,28 @@ def test_draws_are_no_narrower_than_the_noise():
     assert widths[1] > 2 * widths[0] > 0
 
 
+def test_what_is_off_is_said():
+    """Where the law missed what was held out by more than 2 % the table warns; the interval is wider by the miss."""
+    points = [dict(held_out=False, predicted=9.0, loss=3.0), dict(held_out=True, predicted=3.03, loss=3.0),
+              dict(held_out=True, predicted=2.97, loss=3.0)]
+    assert law_py.warning(points) == [] and law_py.missed(points) == pytest.approx(0.01, rel=0.02)
+    points[1]["predicted"] = 3.2
+    assert "6.7%" in law_py.warning(points)[0]
+    low, high = interval([2.0] * 20, off=law_py.missed(points))
+    assert low == pytest.approx(2 / (3.2 / 3)) and high == pytest.approx(2 * 3.2 / 3)
+
+
+def test_time():
+    """A rung's first job compiles, the others start at once; what cost nothing but time is no part of FLOPs."""
+    cfg, train = load((ModelConfig, TrainConfig), ["configs/stack100m.py"])
+    plan = rungs.ladder(cfg, train, 48, Path("out/ladder"))
+    seconds = [rungs.seconds(plan, [[1e9, 1e-6, start, cold]]) for start, cold in ((0, 0), (1, 1), (1, 31))]
+    assert seconds[1] - seconds[0] == pytest.approx(20) and seconds[2] - seconds[1] == pytest.approx(4 * 30)
+    said = rungs.cheapest({48: plan}, {48: 600.0}, timed=True)
+    assert "10 minutes here" in said and f"{sum(r.cost() for r in plan) * 1.01:.3g}" in said
+    assert rungs.family(replace(cfg, n_layers=3), 16).n_layers == 3 and rungs.family(cfg, 16).n_layers == 3
+
+
 @pytest.fixture(scope="module")
 def stack100m():
     return load((ModelConfig, TrainConfig), ["configs/stack100m.py"])
