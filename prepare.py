@@ -134,6 +134,12 @@ def parse_args(argv):
         parser.set_defaults(**{key: value if isinstance(value, bool | list) else str(value)
                                for key, value in options.items()})
         args = parser.parse_args(argv, argparse.Namespace(recipe=recipe))  # once more: flags win over the recipe
+        for number, source in enumerate(args.recipe, 1):
+            if source.get("chat", args.chat) and (of_text := {"text_key", "separator"} & {*source}):
+                raise ValueError(f"{path}: source {number} is of conversations (chat) and has {min(of_text)}, which is "
+                                 "for text.\n  Leave it out, or give this source chat=False.")
+    elif alone and not args.chat and args.source[0].endswith(".py") and os.path.isfile(args.source[0]):
+        print(f"{args.source[0]} is read as text: it assigns no sources")
     if args.tokenizer and args.vocab_size:
         parser.error("--vocab_size is for a tokenizer that is trained; --tokenizer has its own")
     if not args.tokenizer and args.vocab_size is None:
@@ -192,8 +198,8 @@ def count(text: str) -> int:
 
 
 def is_recipe(source: str, alone: bool = False) -> bool:
-    """A .py file that assigns `sources` at its top level; any other is text. One that only seems to is refused, and so
-    is one that is to be all of the text and assigns what recipes do."""
+    """A .py file that assigns `sources` at its top level; any other is text. A broken one that seems to is refused, and
+    so is one that is to be all of the text and assigns what recipes do."""
     code = Path(source).read_bytes() if source.endswith(".py") and os.path.isfile(source) else b""
     try:
         body = ast.parse(code).body
@@ -201,7 +207,7 @@ def is_recipe(source: str, alone: bool = False) -> bool:
         if re.search(rb"^(?:\w+\s*,\s*)*sources\b\s*[,:=](?!=)", code, re.MULTILINE):
             line = f", line {error.lineno}" * bool(getattr(error, "lineno", None))
             raise ValueError(f"{source}{line}: {getattr(error, 'msg', error)}.\n  It assigns sources, so it is a recipe"
-                             ": repair it. To read it as text, give it another ending than .py.") from None
+                             f": repair it. {AS_TEXT}.") from None
         return False
     given = (target for node in body if isinstance(node, ast.Assign | ast.AnnAssign)
              for target in getattr(node, "targets", None) or [node.target])
@@ -210,13 +216,14 @@ def is_recipe(source: str, alone: bool = False) -> bool:
         return True
     pairs = [(target.id, node.value) for node in body * alone if isinstance(node, ast.Assign | ast.AnnAssign)
              for target in getattr(node, "targets", None) or [node.target] if isinstance(target, ast.Name)]
-    lists = [name for name, value in pairs if isinstance(value, ast.List | ast.Tuple | ast.ListComp) and (
-        difflib.get_close_matches(name.lower(), ["sources"], 1, 0.8)
-        or re.search(r"\(source=|'source': ", ast.unparse(value)))]
-    if found := lists + [name for name, _ in pairs if name in OPTIONS and "_" in name]:
+    lists = [name for name, value in pairs if isinstance(value, ast.List | ast.Tuple | ast.ListComp)
+             and any(isinstance(call, ast.Call) and ast.unparse(call.func) == "dict"
+                     and any(given.arg == "source" for given in call.keywords) for call in ast.walk(value))]
+    options = {name for name, _ in pairs if name in OPTIONS and "_" in name}
+    if found := [*lists, *sorted(options)] if lists or len(options) > 1 else []:
         near = f" Is {lists[0]} meant to be sources?" if lists else ""
         raise ValueError(f"{source} assigns {', '.join(dict.fromkeys(found))} as a recipe does, but no sources.{near}\n"
-                         f"{EXAMPLE}\n  To read it as text, give it another ending than .py.")
+                         f"{EXAMPLE}\n  {AS_TEXT}.")
     return False
 
 
@@ -251,24 +258,21 @@ def read_recipe(path: str, flags: dict):
             raise ValueError(f"{path} has {key} = {value!r}; {needed} is needed.")
         whole = type(value) is float and value.is_integer()  # 10e9
         names[key] = int(value) if whole else list(value) if isinstance(value, tuple) else value
-    kinds = {field.name: field.type for field in fields(Source)}
+    kinds, weights = {field.name: field.type for field in fields(Source)}, []
     for where, source, _ in places:
         for key, value in source.items():
             if key != "weight" and not isinstance(value, kind := kinds[key]):
                 needed = ("True or False" if kind is bool else "a string" if key != "filter" else
                           f"{', '.join(filter(None, FILTERS))} or the name of one of yours in stack/data/filters.py")
                 raise ValueError(f"{where} has {key}={value!r}; {needed} is needed.\n{EXAMPLE}")
-        if source.get("chat") and (of_text := {"text_key", "separator"} & {*source}):
-            raise ValueError(f"{where} has chat=True and {min(of_text)}, which is for text.")
         if not source.get("source"):
             raise ValueError(f"{where} has no name: {source!r}.\n{EXAMPLE}")
-        weights = by_phase(source.get("weight", 0), len(phases) + 1)
-        if any(type(each) not in (int, float) or not 0 <= each < float("inf") for each in weights) or not any(
-                weights) or len(weights) != len(phases) + 1:
+        weights.append(own := by_phase(source.get("weight", 0), len(phases) + 1))
+        if any(type(each) not in (int, float) or not 0 <= each < float("inf") for each in own) or not any(
+                own) or len(own) != len(phases) + 1:
             weight = f"weight={source['weight']!r}" if "weight" in source else "no weight"
             raise ValueError(f"{where} has {weight}; a number above 0 is needed, or a list of one for each of "
                              f"{len(phases) + 1} phase(s).\n{EXAMPLE}")
-    weights = [by_phase(source["weight"], len(phases) + 1) for source in sources]
     if empty := [number for number, phase in enumerate(zip(*weights, strict=True), 1) if not any(phase)]:
         raise ValueError(f"{path}: in phase {empty[0]} no source has a weight above 0.\n{EXAMPLE}")
     return sources, names
@@ -280,8 +284,9 @@ def taken(flag, value) -> tuple[bool, str]:
     if flag.nargs == 0:
         return isinstance(value, bool), "True or False"
     if flag.nargs == "+":
-        several = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-        return several, f"a list of strings, as [{str(value)!r}],"
+        given = value if isinstance(value, list | tuple) else [value]
+        strings = all(isinstance(each, str) for each in given)
+        return given is value and strings, f"a list of strings, as {list(map(str, given))},"
     if flag.choices:
         return value in flag.choices, " or ".join(map(repr, flag.choices))
     if flag.type in (count, int):
@@ -399,9 +404,12 @@ def write_set(job, command, state):
         said = chain.from_iterable(said_of(source, "") for source in sources)
         why, what = f"{human(state['bytes'])} of text are too little for train and val", "Give more text."
         records = state["sources"][:len(job.recipe)]
+        done = [record["done"] for record in records]
+        limited = not any(done) if job.weights else not all(done)  # a mixture ends with its first source
         if (n := sum(record["in_val"] for record in records)) and "train" not in splits:
-            why, what = f"all {n:,} documents stand in --val too, so none is left for train", "Give others."
-        elif not (any if job.weights else all)(record["done"] for record in records):  # then a limit ended it
+            why = f"{n:,} documents stand in --val too, and nothing else is left for train"
+            what = "Give others."
+        elif limited:
             limits = [f"--{key} {value}" for key in ("max_tokens", "max_bytes") if (value := getattr(job, key))]
             cut = "; a conversation is not cut" * any(source.chat for source in job.sources)
             why, what = f"{why}, and {' and '.join(limits)} ends it there{cut}", "Give a larger one."

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from stack.config import Parser, as_command
 from stack.data.signatures import CONVERT, check, check_shifts
-from stack.log import on_terminal
+from stack.log import on_terminal, visible
 
 LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<\|\w+>|<\w+\|>")  # names as ours, and with a bar forgotten
 BATCH = 32  # samples generated side by side: bounds the memory of the KV cache
@@ -177,8 +177,8 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool, talk=N
     else:
         odd = {*LOOKS_SPECIAL.findall(prompt)} - {*tokenizer.special_ids} if args.special else ()
         if odd:
-            print(f"sample.py: {', '.join(map(on_terminal, sorted(odd)))} in the prompt is text, as the tokenizer has "
-                  f"no such token; it has {', '.join(map(on_terminal, tokenizer.special_ids))}", file=sys.stderr)
+            print(f"sample.py: {', '.join(map(visible, sorted(odd)))} in the prompt is text, as the tokenizer has "
+                  f"no such token; it has {', '.join(map(visible, tokenizer.special_ids))}", file=sys.stderr)
         ids = tokenizer.encode(prompt, special=args.special)
         ids = ids if ids[:1] == [tokenizer.boundary_id] else [tokenizer.boundary_id, *ids]
     if len(ids) > limit:

@@ -1,5 +1,5 @@
 # The demo's run ends otherwise: a branch from before its decay, with its moments, on another mixture, on a line to 0.
-# Hardware: two CPU cores. Time: one minute, an estimate. Expected: less than in docs/midtraining.md, from step 1000.
+# Hardware: two CPU cores. Time: one minute, an estimate. Expected: docs/midtraining.md has it from step 1000.
 # Needs: make demo, then: python prepare.py configs/data_anneal.py --out data/anneal
 # Launch: python train.py configs/anneal.py
 

@@ -17,7 +17,7 @@ from stack.train_config import TrainConfig
 
 TYPED = ["Hi", "naïve café", "你好,世界", "\N{WOMAN}\u200d\N{GIRL}", "  two before", "after  ", "\n\nlines\n", "\t",
          "a\u00a0b", "1234567", "e\u0301", "def f(x):\n    return x", "<b>&amp;'\"", "{{ message }} {% if %}", "don't",
-         "{}", "\u2028", "\x00", "x" * 40]
+         "{}", "\u2028", "\x01", "x" * 40]
 LEARNED = dict(pos="learned", norm="layernorm", mlp="gelu", qk_norm=False, n_kv_heads=4, bias=True)  # GPT-2's switches
 
 

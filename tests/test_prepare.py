@@ -247,7 +247,7 @@ def test_too_little_text(tmp_path, vocabulary, capsys, data):
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--val", "a.jsonl"], "all 3 documents stand in --val too, so none is left for train.\n"),
+    (["--val", "a.jsonl"], "3 documents stand in --val too, and nothing else is left for train.\n"),
     (["--max_tokens", "2"], "train and val, and --max_tokens 2 ends it there.\n"),
     (["--max_bytes", "1", "--max_tokens", "900"], "and --max_tokens 900 and --max_bytes 1 ends it there.\n"),
     (["mix.py", "--max_tokens", "2"], "and --max_tokens 2 ends it there.\n"),

@@ -213,13 +213,16 @@ def test_a_killed_mixture(tmp_path, vocabulary):
                             ("skip_bad = 'False'", "True or False"), ("chat = 1", "True or False"),
                             ("errors = 'ignore'", "'strict' or 'replace'"), ("text_key = 3", "a string"),
                             ("val = 'own.txt'", r"a list of strings, as \['own.txt'\],"),
-                            ("special = '<|user|>'", r"a list of strings, as \['<|user|>'\],")]),
+                            ("special = '<|user|>'", r"a list of strings, as \['<\|user\|>'\],"),
+                            ("special = ['<|a|>', 5]", r"a list of strings, as \['<\|a\|>', '5'\],")]),
     ("sources = [dict(source='a', weight=1)]\n1 / 0", "ZeroDivisionError"),
     ("sources = [dict(source='a', weight='3')]", "source 1 has weight='3'; a number above 0"),
     ("sources = [dict(source='a', weight=float('nan'))]", "source 1 has weight=nan; a number above 0"),
     ("sources = [dict(source='a', weight=1), dict(source=5, weight=1)]", "source 2 has source=5; a string"),
     ("sources = [dict(source='a', weight=1, chat='no')]", "source 1 has chat='no'; True or False"),
-    ("sources = [dict(source='a', weight=1, chat=True, text_key='talk')]", "source 1 has chat=True and text_key"),
+    ("sources = [dict(source='a', weight=1, chat=True, text_key='talk')]", "1 is of conversations .* has text_key"),
+    ("chat = True\nsources = [dict(source='a', weight=1, chat=False, text_key='x'), dict(source='b', weight=1, "
+     "separator='x')]", "source 2 is of conversations .* has separator"),
     ("sources = 7", "sources is 7; a list of dict"),
     ("sources = ['notes/']", r"sources is \['notes/'\]; a list of dict"),
     ("sources: list = 'notes/'", "sources is 'notes/'; a list of dict"),
@@ -229,8 +232,7 @@ def test_a_killed_mixture(tmp_path, vocabulary):
     ("sources: list = [\n", "data_x.py, line 1: .* never closed"),
     ("seed, sources = 1, [\n", "data_x.py, line 1: .* never closed"),
     ("source = [dict(source='a', weight=1)]", "assigns source as a recipe does, but no sources. Is source meant"),
-    ("Sources = []\nfor name in 'ab':\n    Sources.append(name)", "Is Sources meant to be sources"),
-    ("datasets = [{'source': 'a'}]\nseed = 1", "Is datasets meant to be sources"),
+    ("datasets = [dict(weight=1, source='a')]\nseed = 1", "Is datasets meant to be sources"),
     ("datasets: list = [dict(source=name) for name in 'ab']", "assigns datasets as"),
     ("val_fraction = 0.1\nvocab_size = 300", "assigns val_fraction, vocab_size as a recipe does, but no sources"),
 ])
@@ -255,12 +257,21 @@ def test_recipe_or_text(tmp_path, capsys):
         assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
     (tmp_path / "code.py").write_text("seed, out, errors = 1, 'x', []\nsource = 'text'\nval = dict(source=source)\n")
     assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
-    (tmp_path / "code.py").write_text("vocab_size = 50257\n")
+    capsys.readouterr()
+    for text in ("vocab_size = 50257\n", "resources = ['a']\n", "pairs = [{'source': 'a', 'target': 'b'}]\nseed = 1\n"):
+        (tmp_path / "code.py").write_text(text)
+        assert prepare.parse_args([str(tmp_path / "code.py")]).recipe == [dict(source=str(tmp_path / "code.py"))]
+        assert capsys.readouterr().out == f"{tmp_path}/code.py is read as text: it assigns no sources\n"
+    (tmp_path / "code.py").write_text("vocab_size = 50257\nmax_tokens = 5\n")
     assert len(prepare.parse_args([str(tmp_path / "code.py"), "stdlib"]).recipe) == 2
     (tmp_path / "data_y.py").write_text("sources = (dict(source='stdlib', weight=3),)\n"
                                         "max_tokens = 1e9\nseed = 5.0\nval = ('a.txt', 'b.txt')\nskip_bad = True\n")
     args = prepare.parse_args([str(tmp_path / "data_y.py")])
     assert (args.max_tokens, args.seed, args.val, args.skip_bad) == (10**9, 5, ["a.txt", "b.txt"], True)
+    (tmp_path / "data_z.py").write_text("sources = [dict(source='stdlib', weight=3, text_key='body')]\n")
+    assert not prepare.parse_args([str(tmp_path / "data_z.py")]).chat
+    with pytest.raises(ValueError, match="source 1 is of conversations .* has text_key"):
+        prepare.parse_args([str(tmp_path / "data_z.py"), "--chat"])
     with pytest.raises(SystemExit):
         prepare.parse_args(["stdlib", str(tmp_path / "data_x.py")])
     assert f"{tmp_path}/data_x.py assigns sources, so it is a recipe" in (said := capsys.readouterr().err)

@@ -61,24 +61,28 @@ def read(record, *, to_answer: bool = False, counts: Counter | None = None) -> l
                              "says is learned alike")
         text = "" if text is None and (calls or ROLES[role] == "system") else text
         if not isinstance(text, str):
-            raise ValueError(f"has a message ({number}, {role}) whose {what} is "
-                             f"{json.dumps(text, default=str)[:40]}; text is needed")
+            given = json.dumps(text, default=str)
+            given = given if len(given) <= 40 else given[:40] + "..."
+            raise ValueError(f"has a message ({number}, {role}) whose {what} is {given}; text is needed")
         if not text.strip() and not calls and (text or ROLES[role] != "system"):
             raise ValueError(f"has an empty message ({number}, {role})")
         if calls and ROLES[role] != "assistant":
             raise ValueError(f"has a message ({number}) of role {role} with tool calls; only an assistant makes them")
         messages.append({"role": ROLES[role], "content": text} | ({"tool_calls": calls} if calls else {}))
         try:
-            list(parts(messages[-1:]))
+            nul = any("\0" in part for _, part in parts(messages[-1:]))
         except (KeyError, TypeError, AttributeError):
             raise ValueError(f'has a tool call (in {number}) that is no {{"name", "arguments"}}') from None
+        if nul:
+            raise ValueError(f"has a message ({number}, {role}) with a NUL in it, which no text has")
     if to_answer and (not messages or messages[-1]["role"] not in ("user", "tool")):
         raise ValueError("does not end with a message to answer, of user or tool")
     if not to_answer and all(message["role"] != "assistant" for message in messages):
         raise ValueError("has no message of the assistant, so nothing to learn")
     if counts is not None:
-        counts.update(f"field {key}" for each in (record, *said) for key, value in each.items()
-                      if key not in (found, who, what, "tool_calls", "weight") and value not in (None, "", [], {}))
+        of_message = [(message, {who, what, "tool_calls"}) for message in said]
+        counts.update(f"field {key}" for each, taken in [(record, {found}), *of_message] for key, value in each.items()
+                      if key not in taken and value not in (None, "", [], {}) and (key, value) != ("weight", 1))
     return messages
 
 

@@ -44,7 +44,8 @@ MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memor
 LINK = "link or device (in an archive)"
 BATCH = 64  # rows of a table in memory
 MARK = "\udcff"  # stands for bytes that are no UTF-8 in text that is still to be divided
-NO_UTF8, NUL = "has a byte that is no UTF-8", "has a NUL in it, which no text has"  # reasons to refuse a record
+# reasons to refuse a record; sources.py goes by how the first begins
+NO_UTF8, NUL = "has a byte that is no UTF-8", "has a NUL in it, which no text has"
 codecs.register_error("stack.data.mark", lambda error: (MARK, error.end))
 SPACE = re.compile(r"[\s,]*")
 
@@ -390,11 +391,19 @@ def once(pairs) -> dict:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=once)
-SEVERAL = type("several values", (), {})()  # messages name the type of what is no text
+class Several:
+    """What a key has that is there twice."""
+
+    def __repr__(self):
+        return "several values"
+
+
+SEVERAL = Several()
 
 
 def text_of(record, key: str, counts) -> tuple[str, str]:
-    """(what is under the key, what is wrong with it); counts: of the Reader, for fields of conversations."""
+    """(what is under the key, what is wrong with it); counts: of the Reader, for fields of conversations.  How the
+    second begins is gone by in sources.py: NO_RECORD, OTHER_KEY."""
     if key == CONVERSATION:
         try:
             return json.dumps(chat.read(record, counts=counts), ensure_ascii=False), ""
@@ -404,7 +413,8 @@ def text_of(record, key: str, counts) -> tuple[str, str]:
         return "", f"is not an object with the key {key!r}"
     if isinstance(text := dig(record, key), str):
         return text, NUL if "\0" in text else ""
-    found = "no key" if text is None and key not in record else f"no text but {type(text).__name__} under"
+    kind = text if text is SEVERAL else type(text).__name__
+    found = "no key" if text is None and key not in record else f"no text but {kind} under"
     return "", (f"has {found} {key!r}; its keys are {', '.join(itertools.islice(paths(record), 30)) or 'none'}")
 
 
@@ -485,7 +495,7 @@ def read_table(file: File, key: str, skip: int):
                     yield number, *text_of({path[0]: text}, key, file.counts)
                 elif number > skip:
                     text = file.decode(text, final=True, mark=True) if isinstance(text, bytes) else text
-                    why = f"has nothing in column {key!r}" if text is None else file.spoiled(text)
+                    why = f"has nothing in column {key!r}" if text is None else file.spoiled(text)  # OTHER_KEY too
                     yield number, text, why
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's own message names the file

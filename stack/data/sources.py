@@ -50,6 +50,7 @@ MAY_BE_DATA = ("data set", ".json", ".tar", ".zip", ".7z", ".rar", ".lz4", ".pdf
                ".rtf", ".doc", ".odt", ".xls", ".tex", ".rst", ".org", ".log", ".srt", ".yaml", ".yml", ".ipynb",
                ".eml", ".mbox", ".sql", ".db", ".avro", ".orc", ".feather", ".h5", ".npy", ".pkl")
 BESIDE = ".arrow (not of the data set saved there)"
+# how what formats.text_of and read_table find wrong with a record begins
 NO_RECORD = ("has no key", "is not an object")  # what the settings of some program look like
 OTHER_KEY = ("has no key", "has no text but", "has nothing in")  # where another may be the one with the text
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -129,9 +130,10 @@ def list_files(source: str) -> tuple[str, list[str], Counter]:
     stale = set() if os.path.isfile(source) else beside_saved(root, names)
     names, counts = [name for name in names if name not in stale], Counter([*passed.values(), *[BESIDE] * len(stale)])
     if not names:
+        advice = ("Text under other names is read when you name the files, or give a glob that matches them." if not
+                  stale else "An .arrow file that is not of the data set is read when you name the file itself.")
         raise FileNotFoundError(f"{source} has no files to read{listed(counts, '; passed over: ')}.\n  Looked for "
-                                f"{' '.join([*FORMATS, *ARCHIVES])}, also with {' '.join(PACKINGS)} behind. Text under "
-                                "other names is read when you name the files, or give a glob that matches them.")
+                                f"{' '.join([*FORMATS, *ARCHIVES])}, also with {' '.join(PACKINGS)} behind. {advice}")
     return root, sorted(names, key=natural), counts
 
 
@@ -139,19 +141,24 @@ def beside_saved(root, names) -> set[str]:
     """The .arrow files among these that are not of the data set which `datasets` saved in their folder: its caches, and
     what is left of a save before."""
     arrows = [name for name in names if name.endswith(".arrow")]
-    saved = {folder: {file["filename"] for file in written(Path(root, folder, "state.json"), "_data_files")}
+    saved = {folder: {*listed_in(Path(root, folder, "state.json"), "_data_files", lambda file: file["filename"])}
              for folder in {*map(os.path.dirname, arrows)}}
     cached = {folder for folder in saved if Path(root, folder, "dataset_info.json").exists()}
     return {name for name in arrows for folder, file in [os.path.split(name)]
             if (file not in saved[folder] if saved[folder] else folder in cached and file.startswith("cache-"))}
 
 
-def written(path, key) -> list:
-    """What a JSON file of `datasets` lists; [] where it is none of its."""
+def listed_in(path, key, name=str) -> list[str]:
+    """The names that a JSON file of `datasets` lists; [] where there is no such file, or it is another program's."""
     try:
-        return [*json.loads(Path(path).read_bytes())[key]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        found = json.loads(Path(path).read_bytes())
+        found = found.get(key) if isinstance(found, dict) else None
+        return [name(each) for each in found] if isinstance(found, list) else []
+    except (FileNotFoundError, IsADirectoryError):
         return []
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(f"{path} is damaged: it does not say which files are of the data set.\n  Save the data set "
+                         "again, or name the files to read one by one.") from None
 
 
 def _no_file(path) -> str:
@@ -203,7 +210,7 @@ def _folders(folder: str, passed: dict, matched=False):
             passed[root] = f"data set ({os.path.normpath(root)})" if ours else "folder met before (a link)"
             folders.clear()
             continue
-        if len(splits := written(f"{root}/dataset_dict.json", "splits")) > 1:
+        if len(splits := listed_in(f"{root}/dataset_dict.json", "splits")) > 1:
             raise ValueError(f"{root} is a data set in {len(splits)} splits, {', '.join(splits)}, which are no one "
                              f"text.\n  Name those to train on, as {os.path.join(root, splits[0])}, and with --val one "
                              "to validate on.")
@@ -297,7 +304,7 @@ class Reader:
                     continue
                 records, new, bad = self._sound(read(file, self.source.text_key, skip)), not skip, self.counts["bad"]
                 for record, text, why in records if file.size else ():
-                    if new:
+                    if new:  # verify.py goes by " whole" and " by document"
                         self._count_read(file, "whole" if unit == "document" and not file.separator else f"by {unit}")
                     self.position, new = (number, member, record), False
                     if why:

@@ -71,6 +71,7 @@ def said_of(source: dict, where=" (meta.json lists them)") -> list[str]:
     if lines := source.get("boundary_lines"):
         said.append(f"{lines:,} lines are {BOUNDARY}, which is text here; with --separator '{BOUNDARY}' documents end "
                     "there")
+    # as Reader and FORMATS have them
     texts = any(how.endswith((" whole", " by document")) for how in source.get("read", {}))
     if source.get("separator") and not texts:
         said.append(f"--separator {source['separator']!r} is for text files; what was read has records of its own")

@@ -13,10 +13,18 @@ def local(folder) -> Path:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder on this machine.\n  Download the model first: hf download NAME "
                                 f"--local-dir {path}")
-    if (path / "state.json").is_file() or any(path.glob("ckpt_*/state.json")):
+    if any(map(_is_checkpoint, [path, *path.glob("ckpt_*")])):
         raise ValueError(f"{path} is a run already, not a folder of Hugging Face's.\n  Name it as it is, without "
                          "hf: or import.")
     return path
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """By its state.json, which a data set that `datasets` saved has too, with something else in it."""
+    with contextlib.suppress(OSError, ValueError):
+        state = json.loads((folder / "state.json").read_bytes())
+        return isinstance(state, dict) and "progress" in state
+    return False
 
 
 @contextlib.contextmanager

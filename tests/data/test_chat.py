@@ -91,6 +91,11 @@ A = {"role": "assistant", "content": "A"}
     ({"conversations": [{"from": "gpt", "value": "A", "weight": 0.5}]}, "(1, gpt) of weight 0.5"),
     ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"), ({"messages": []}, "no message"),
     ({"conversations": [{"from": "gpt", "value": 3}]}, "value is 3"),
+    ({"messages": [A, {"role": "user", "content": ["x" * 40]}]}, f'content is ["{"x" * 38}...; text is needed'),
+    ({"messages": [A, {"role": "user", "content": ["x" * 36]}]}, f'content is ["{"x" * 36}"]; text is needed'),
+    ({"messages": [A, {"role": "user", "content": "a\0b"}]}, "(2, user) with a NUL in it, which no text has"),
+    ({"conversations": [{"from": "gpt", "value": "\0"}]}, "(1, gpt) with a NUL"),
+    ({"messages": [A | {"tool_calls": [{"name": "f", "arguments": "\0"}]}]}, "(1, assistant) with a NUL"),
     ({"messages": [A | {"tool_calls": [{"function": {}}]}]}, "tool call (in 1)"),
     ({"messages": [A | {"tool_calls": "f"}]}, "tool call (in 1)"),
     ({"messages": [A, {"role": "user", "content": "x", "tool_calls": [{}]}]}, "only an assistant"),
@@ -102,15 +107,18 @@ def test_what_is_no_conversation_is_refused_by_name(record, says):
 
 
 def test_what_says_nothing_changes_nothing():
-    """A system message without text, fields without a value, the weight that all have; other fields are counted."""
+    """A system message without text, fields without a value, the weight that all have; other fields are counted, those
+    that a message has and that stand in the record too."""
     counts, user = Counter(), {"role": "user", "content": "U"}
     talk = [{"role": "system", "content": None}, user | {"weight": 0, "name": None},
             A | {"weight": 1, "function_call": {}, "reasoning_content": "R"},
             A | {"reasoning_content": "R", "tool_calls": None}]
-    messages = chat.read({"messages": talk, "id": 5, "conversations": [A], "tools": []}, counts=counts)
+    messages = chat.read({"messages": talk, "id": 5, "conversations": [A], "tools": [],
+                          "weight": 0.2, "content": "C"}, counts=counts)
     assert messages == [{"role": "system", "content": ""}, user, A, A]
     assert [*chat.parts(messages)] == [*chat.parts(messages[1:])]
-    assert counts == {"field reasoning_content": 2, "field id": 1, "field conversations": 1}
+    assert counts == {"field reasoning_content": 2, "field id": 1, "field conversations": 1, "field weight": 2,
+                      "field content": 1}
     assert chat.read({"messages": [A | {"weight": 0}, user]}, to_answer=True) == [A, user]
 
 

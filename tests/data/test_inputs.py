@@ -176,6 +176,14 @@ TABLE = {
     "caches of nobody's, state of another": (
         {"cache-1.arrow": table(".arrow", text=["a"]), "x/cache-2.arrow": table(".arrow", text=["b"]),
          "x/state.json": '{"_data_files": 7}'}, "", {}, ["a", "b"], {"passed": {".json (no key 'text')": 1}}),
+    "nothing of the data set": (
+        {"s/old.arrow": table(".arrow", text=["b"]), "s/state.json": '{"_data_files": [{"filename": "a.arrow"}]}'},
+        "s/*.arrow", {}, "passed over: 1 .arrow .*when you name the file itself"),
+    **{f"a damaged state, {i}": (
+        {"s/a.arrow": table(".arrow", text=["a"]), "s/state.json": f'{{"_data_files": [{state}'}, "s", {},
+        "state.json is damaged.*again") for i, state in enumerate(['{"filena', '"a.arrow"]}', "{}]}"])},
+    "damaged splits": ({"in/d/dataset_dict.json": '{"splits": ["train", "te', "in/d/a.txt": "a"}, "in", {},
+                       "dataset_dict.json is damaged"),
     "splits in a folder": (
         {"in/d/dataset_dict.json": '{"splits": ["train", "test"]}', "in/d/train/a.arrow": table(".arrow", text=["a"])},
         "in", {}, "in/d is a data set in 2 splits, train, test, .*in/d/train"),
@@ -483,6 +491,13 @@ def test_fields_of_conversations_are_counted_once(tmp_path):
         (tmp_path / name).write_text(json.dumps([talk]))
     reader = Reader(Source(str(tmp_path), chat=True))
     assert len(documents(reader)) == 2 and +reader.counts == {"field id": 2}
+
+
+def test_a_message_with_a_key_twice(tmp_path):
+    """It is told as such, and as nothing of Python's."""
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a", "content": "b"}]}')
+    with pytest.raises(ValueError, match='whose content is "several values"; text'):
+        documents(Reader(Source(str(tmp_path / "a.jsonl"), chat=True)))
 
 
 def test_records_too_long_to_be_parsed(tmp_path, monkeypatch):

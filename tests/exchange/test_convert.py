@@ -22,7 +22,7 @@ from model import GPT, generate
 from stack.checkpoint import tensors as checkpoint
 from stack.data.shards import write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
-from stack.exchange import formulas, hf, hf_tokenizers
+from stack.exchange import formulas, hf, hf_files, hf_tokenizers
 from stack.log import read_log
 from stack.train_config import TrainConfig
 
@@ -385,6 +385,9 @@ def test_a_run_is_a_run_already(tmp_path, words, capsys):
         assert "is a run already" in refused(capsys, "import", source, tmp_path / "new")
     with pytest.raises(ValueError, match="run already.*\n.*without hf:"):
         hf_tokenizers.tokenizer_from_hf(f"hf:{tmp_path / 'run' / 'ckpt_last'}")
+    for state in ('{"_data_files": []}', "[]", "{"):  # of a data set that was saved, or nobody's
+        (tmp_path / "state.json").write_text(state)
+        assert hf_files.local(f"hf:{tmp_path}") == tmp_path
 
 
 def test_hugging_faces_file_is_sent_where_it_is_read(tmp_path, words):
