@@ -218,7 +218,7 @@ def test_special_strings_are_text_unless_asked_for(call, seen, run):
 
 @pytest.mark.parametrize("prompt, odd", [
     ("<|nosuch|>hi <|user|>", "<|nosuch|>"), ("<|User|> <|user> <user|>", "<user|>, <|User|>, <|user>"),
-    ("<|user|>x <a|b> <p> x<|y | z|>", None)])
+    ("<|a\x1b|>", r"<|a\x1b|>"), ("<|user|>x <a|b> <p> x<|y | z|>", None)])
 def test_special_names_that_are_none_are_told(call, seen, run, prompt, odd):
     said = [call("--prompt", prompt, "--max_new_tokens", "1", *flag).err for flag in ([], ["--special"])]
     assert not said[0] and (f"sample.py: {odd} in the prompt is text" in said[1] if odd else not said[1])
