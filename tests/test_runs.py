@@ -78,7 +78,7 @@ def test_a_checkpoint_is_where_a_branch_finds_it():
         if run == "out/demo":  # the page says of what step the config is, and that its own numbers are of another
             page = " ".join((ROOT / "docs/midtraining.md").read_text(encoding="utf-8").split())
             assert f"# from step {int(step)} of make demo" in page
-            assert f"from step 1000, 2.0M tokens, and not from step {int(step)}, where the config branches" in page
+            assert f"_0001000`, from 2.0M tokens, and not from step {int(step)}, where the config branches" in page
 
 
 def noted(folder, script: str, also: str = ""):

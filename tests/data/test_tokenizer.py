@@ -377,7 +377,7 @@ def test_hugging_faces_file_is_recognised(tmp_path):
     from tokenizers import Tokenizer as HFTokenizer
     from tokenizers.models import BPE
     HFTokenizer(BPE()).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="Hugging Face.*\n  Convert"):
+    with pytest.raises(ValueError, match="Hugging Face.*\n  .*--tokenizer hf:"):
         Tokenizer.load(tmp_path)
 
 
