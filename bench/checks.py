@@ -211,9 +211,10 @@ def _train():
 
 
 def _trained(model_cfg, cfg, **changes) -> list[dict]:
-    """The lines of the log of train.py's run."""
+    """The lines of the log of train.py's run, at given rates: those by rule go with its length."""
     cfg = replace(cfg, batch_tokens=2 * cfg.micro_batch_size * cfg.seq_len, schedule="wsd", warmup_steps=0,
-                  decay_fraction=0.0, log_interval=1, eval_interval=0, save_interval=0, sample_interval=0, **changes)
+                  decay_fraction=0.0, muon_lr=5e-3, adamw_lr=4e-3, log_interval=1, eval_interval=0, save_interval=0,
+                  sample_interval=0, **changes)
     _train()(model_cfg, cfg)
     return [line for line in read_log(f"{cfg.out_dir}/log.jsonl") if "loss" in line]
 
