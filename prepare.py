@@ -209,13 +209,12 @@ def is_recipe(source: str, alone: bool = False) -> bool:
             raise ValueError(f"{source}{line}: {getattr(error, 'msg', error)}.\n  It assigns sources, so it is a recipe"
                              f": repair it. {AS_TEXT}.") from None
         return False
-    given = (target for node in body if isinstance(node, ast.Assign | ast.AnnAssign)
-             for target in getattr(node, "targets", None) or [node.target])
+    given = [(target, node.value) for node in body if isinstance(node, ast.Assign | ast.AnnAssign)
+             for target in getattr(node, "targets", None) or [node.target]]
     if any(isinstance(name, ast.Name) and name.id == "sources" and isinstance(name.ctx, ast.Store)
-           for target in given for name in ast.walk(target)):
+           for target, _ in given for name in ast.walk(target)):
         return True
-    pairs = [(target.id, node.value) for node in body * alone if isinstance(node, ast.Assign | ast.AnnAssign)
-             for target in getattr(node, "targets", None) or [node.target] if isinstance(target, ast.Name)]
+    pairs = [(target.id, value) for target, value in given * alone if isinstance(target, ast.Name)]
     lists = [name for name, value in pairs if isinstance(value, ast.List | ast.Tuple | ast.ListComp)
              and any(isinstance(call, ast.Call) and ast.unparse(call.func) == "dict"
                      and any(given.arg == "source" for given in call.keywords) for call in ast.walk(value))]

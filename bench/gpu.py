@@ -23,6 +23,7 @@ import json
 import platform
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -101,8 +102,7 @@ def by_kind(call, device) -> dict:
 
 
 def median_ms(call, args, device) -> float:
-    times = seconds(call, device, args.repeats)
-    return sorted(times)[len(times) // 2] * 1e3
+    return statistics.median(seconds(call, device, args.repeats)) * 1e3
 
 
 def compiled_model(args, device):

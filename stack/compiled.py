@@ -93,7 +93,7 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
                     mine = calls.call_function(operator.getitem, (slices, i))
                     mine.meta.update(node.meta)  # without it the compiler's cache does not take the graph
                     for user in node.users:
-                        if user.target == "view" and not isinstance(user.args[1], torch.dtype):
+                        if user.target == "view" and not user.kwargs and not isinstance(user.args[1], torch.dtype):
                             user.target = "reshape"  # of what is not contiguous
                     node.replace_all_uses_with(mine)
             for node in nodes:

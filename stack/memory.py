@@ -60,13 +60,12 @@ def activation_bytes(cfg: ModelConfig, low: int, *, compiled: bool, remat: str =
     """Bytes per token that autograd keeps: of one block, and of everything around the blocks.
 
     The residual stream is fp32 (the table is, and bf16 branches are added to it), or has `residual` bytes per value.  A
-    norm keeps its input and 1/rms,
-    RMSNorm also the normalised values, which its gain multiplies.  Under autocast each linear casts the fp32 norm
-    output for itself, so those of q, k and v keep three copies.  Attention keeps q, k, v, its output and the
-    log-sum-exp per head.  Compiled, the fp32 intermediates are computed again from the block's input and the matmuls'
-    outputs.  mask_keys: keys that a boolean mask has, of documents where nothing is compiled: each layer adds it to its
-    scores as numbers, which it keeps.  remat="block" keeps the block's input alone, "selective" also what its matmuls
-    and attention return.
+    norm keeps its input and 1/rms, RMSNorm also the normalised values, which its gain multiplies.  Under autocast each
+    linear casts the fp32 norm output for itself, so those of q, k and v keep three copies.  Attention keeps q, k, v,
+    its output and the log-sum-exp per head.  Compiled, the fp32 intermediates are computed again from the block's input
+    and the matmuls' outputs.  mask_keys: keys that a boolean mask has, of documents where nothing is compiled: each
+    layer adds it to its scores as numbers, which it keeps.  remat="block" keeps the block's input alone, "selective"
+    also what its matmuls and attention return.
     """
     C, F, H, K = cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads
     q, kv, heads = H * cfg.head_dim, K * cfg.head_dim, 4 * (H + K)  # heads: 1/rms of each, or the log-sum-exp
@@ -98,9 +97,9 @@ def head_bytes(cfg: ModelConfig, n_tokens: int, dtype: torch.dtype, *,
 
     Ours holds dH in the matmul's format and dW in fp32 between the passes.  Its forward peak has one chunk of logits
     (compiled arithmetic has nothing else of that size; "uncompiled" is what it takes without: four fp32 copies and a
-    mask), cast copies of hidden and weight, a chunk's dW, and 8 bytes per token of loss and scale; its
-    backward peak has dH once more, in fp32.  A CPU multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does
-    not, and with PyTorch 2.13 adds a chunk's dW where it multiplies.
+    mask), cast copies of hidden and weight, a chunk's dW, and 8 bytes per token of loss and scale; its backward peak
+    has dH once more, in fp32.  A CPU multiplies bf16 by fp32 by way of one more fp32 copy, a GPU does not, and with
+    PyTorch 2.13 adds a chunk's dW where it multiplies.
     """
     N, V, C, low = n_tokens, cfg.padded_vocab_size, cfg.d_model, dtype.itemsize
     chunk = default_chunk(N, V, dtype, device_type)

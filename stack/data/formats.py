@@ -246,8 +246,8 @@ class Entry(tarfile.TarInfo):
 
 
 def read_tar(file: File):
-    with file.open(text=False) as stream, tarfile.open(fileobj=stream, mode="r|", tarinfo=Entry,
-                                                             ignore_zeros=True) as tar:
+    how = dict(mode="r|", tarinfo=Entry, ignore_zeros=True)
+    with file.open(text=False) as stream, tarfile.open(fileobj=stream, **how) as tar:
         while entry := tar.next():
             tar.members.clear()  # it would keep all of them
             if not entry.isdir():
@@ -390,7 +390,6 @@ def once(pairs) -> dict:
     return found
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=once)
 class Several:
     """What a key has that is there twice."""
 
@@ -399,6 +398,7 @@ class Several:
 
 
 SEVERAL = Several()
+DECODER = json.JSONDecoder(object_pairs_hook=once)
 
 
 def text_of(record, key: str, counts) -> tuple[str, str]:
