@@ -1,7 +1,9 @@
 """From text to batches, in the order a token travels:
 
+    recipe.py     the recipe of a mixture: what its file may assign, how much of which source that is
     sources.py    where documents come from: files, folders, Hugging Face
     formats.py    what is in a file: unpacked, checked, decoded, in records; FORMATS has a line for each kind of file
+    packings.py   packed bytes unpacked; PACKINGS has a line for each packing
     signatures.py what a file is by its first bytes, where its name says something else
     filters.py    which of them are kept: web, code, math
     tokenizer.py  byte-level BPE: trained by rustbpe, run by tiktoken

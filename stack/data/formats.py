@@ -1,4 +1,4 @@
-"""What is in a file: its bytes unpacked, checked, decoded, and taken apart into records.
+"""What is in a file: its bytes unpacked (packings.py), checked, decoded, and taken apart into records.
 
 A name says what a file is, in letters of any case: FORMATS has who reads it, PACKINGS what may be around it, ARCHIVES
 what holds several.  Content that is something else is refused as what it is (signatures.py).
@@ -14,32 +14,26 @@ Rejected: the readers of `datasets` for JSON and CSV, which guess types (a date 
 translate line endings, and take a file whole where an array is in it.
 """
 
-import bz2
 import codecs
 import csv
-import errno
-import gzip
 import io
 import itertools
 import json
-import lzma
 import os
 import re
-import shutil
 import stat
 import tarfile
 import tempfile
 import zipfile
-import zlib
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from stack.data import chat, questions
+from stack.data.packings import CHUNK, PACKINGS, copy, unpacking
 from stack.data.signatures import CONVERT, BadFile, check, check_shifts
 
 CONVERSATION = " or ".join(chat.LISTS)  # for a key: the record is one, and its text the messages as JSON
-CHUNK = 1 << 18  # bytes read from a file at a time
 MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memory whole, and several times over
 LINK = "link or device (in an archive)"
 BATCH = 64  # rows of a table in memory
@@ -135,81 +129,6 @@ def passed_over(name: str, known) -> str:
         return ""
     ending = "".join(kinds(name)) or "no ending"
     return f"{ending} ({'in an archive' if kinds(name)[0] in ARCHIVES else 'not known as text'})"
-
-
-class Streams(io.RawIOBase):
-    """The unpacked bytes of a file of one packed stream or several, with zeros between and behind them at most.
-
-    The readers of bz2 and lzma take for the end what is no stream behind the first, zstandard's own one that is cut
-    short.  new() -> what unpacks a stream; most: (), or (how much of it to give at a time,).
-    """
-
-    FEED = 2048  # bytes; four of them can become 128 KiB in .zst, so this bounds what is unpacked at a time
-
-    def __init__(self, raw, new, *most):
-        self.raw, self.new, self.most = raw, new, most
-        self.stream, self.rest, self.out = None, b"", memoryview(b"")
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not self.out:
-            packed, between = b"", self.stream is None or self.stream.eof
-            if between or getattr(self.stream, "needs_input", True):
-                packed, self.rest = self.rest or self.raw.read(self.FEED), b""
-                if not packed and not between:
-                    raise EOFError("it ends in the middle")
-                if not packed:
-                    return 0
-            if between:
-                if self.stream and not (packed := packed.lstrip(b"\0")):
-                    continue
-                self.stream = self.new()
-            self.out = memoryview(self.stream.decompress(packed, *self.most))
-            self.rest = self.stream.unused_data if self.stream.eof else b""
-        n = min(len(buffer), len(self.out))
-        buffer[:n], self.out = self.out[:n], self.out[n:]
-        return n
-
-
-def unpack_zst(raw):
-    try:
-        import zstandard
-    except ImportError:
-        raise ImportError("A .zst file needs the package zstandard.\n  Install it with: pip install zstandard"
-                          ) from None
-    # `zstd --long` needs large windows
-    return Streams(raw, zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj)
-
-
-@contextmanager
-def unpacking(where):
-    """What the unpackers raise, as a sentence; the system's own OSErrors have a number."""
-    try:
-        yield
-    except Exception as error:
-        if not (isinstance(error, UNPACK_ERRORS) or type(error).__name__ == "ZstdError"
-                or isinstance(error, OSError) and error.errno in (None, errno.EINVAL)):  # zipfile's seek below 0
-            raise
-        raise BadFile(f"{where} cannot be unpacked: {error}\n  It was cut short or damaged: copy it again, or leave it "
-                      "out.") from None
-
-
-def copy(stream, file, name):
-    """All of a stream into a temporary file, which is then at its beginning; returns its size."""
-    try:
-        file.seek(0)
-        file.truncate()
-        shutil.copyfileobj(stream, file, CHUNK)
-        size = file.tell()
-        file.seek(0)
-        return size
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise ValueError(f"{name} does not fit into {tempfile.gettempdir()} unpacked: {error.strerror}.\n  Unpack it "
-                         "yourself, or name a folder with more room: TMPDIR=FOLDER python prepare.py ...") from None
 
 
 @contextmanager
@@ -602,9 +521,4 @@ NO_TALK = ("file", read_no_talk)
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}  # the first of them that gives the column asked for
 TABLES = {".parquet": open_parquet, ".arrow": open_arrow}
 ARCHIVES = {".tar": read_tar, ".zip": read_zip}
-PACKINGS = {".gz": gzip.open, ".zst": unpack_zst,  # file of packed bytes -> of unpacked
-            ".bz2": lambda raw: Streams(raw, bz2.BZ2Decompressor, CHUNK),
-            ".xz": lambda raw: Streams(raw, lzma.LZMADecompressor, CHUNK)}
 SHORT = {".tgz": (".tar", ".gz"), ".tbz2": (".tar", ".bz2"), ".txz": (".tar", ".xz")}
-UNPACK_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile,
-                 NotImplementedError)

@@ -33,8 +33,10 @@ from typing import NamedTuple
 
 from stack.data import chat, formats
 from stack.data.filters import FILTERS
-from stack.data.formats import ARCHIVES, FORMATS, PACKINGS, WHOLE, BadFile, File
+from stack.data.formats import ARCHIVES, FORMATS, WHOLE, File
+from stack.data.packings import PACKINGS
 from stack.data.shards import is_record, natural
+from stack.data.signatures import BadFile
 from stack.data.tokenizer import BOUNDARY, cut, to_bytes
 
 UNKNOWN = 2**60  # bytes of a source, where only the far end knows
