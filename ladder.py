@@ -81,8 +81,8 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
     ladders = {top: ladder(cfg, train, top, folder) for top in tops(cfg)}
     if unit == "s":
         print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where nothing is compiled yet")
-        *_, cold = probe(ladders[tops(cfg)[0]][-1], folder)
-        speed.append([*probe(ladders[tops(cfg)[0]][-1], folder), cold])
+        cold, warm = (probe(ladders[tops(cfg)[0]][-1], folder) for _ in range(2))  # the first compiles
+        speed.append([*warm, cold[-1]])
         guess = max((top for top in ladders if seconds(ladders[top], speed) <= amount), default=None)
         if guess not in (None, tops(cfg)[0]):  # wider models use a machine better
             speed.append(probe(ladders[guess][-1], folder))
