@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 from model import GPT, ModelConfig, generate
-from stack import spikes, twins
+from stack import spikes, threads, twins
 from stack.checkpoint.folder import go_back, occupied, read_state, start_fresh
 from stack.checkpoint.saves import Saves
 from stack.checkpoint.tensors import forgotten, load_optimizers, load_weights
@@ -81,8 +81,6 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     device = connect(ranks, pick_device(cfg.device), what_trains(model_cfg, cfg))
     dtype = pick_dtype(cfg.dtype, device)
     tqdm.set_lock(threading.RLock())  # its own is for several processes, and is reported as leaked after a kill
-    if device.type == "cpu":
-        keep_freed_memory()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for the fp32 matmuls that are left
     at_exit.callback(torch.compiler.set_stance, "default")
@@ -118,7 +116,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
 
     # 4. model, state ------------------------------------------------------------------------------------------------
     state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0,
-             "base": cfg.init_from if finetuning else None,  # whose weights these were
+             "threads": None, "base": cfg.init_from if finetuning else None,  # whose weights these were
              "norms": spikes.unseen(), "spikes": 0, "unlogged": [0.0, 0]}  # nats and tokens since the last line
     if resuming:
         for line in changes:
@@ -134,9 +132,10 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if state["step"] >= cfg.max_steps:
             say(f"nothing to do: {source} is at step {state['step']} of {cfg.max_steps}. Raise --max_steps to go on.")
             return
+    if device.type == "cpu":
+        keep_freed_memory()
+        state["threads"] = threads.take(state["threads"], at_exit, say)
     model = GPT(model_cfg)
-    for line in forgotten(model):
-        say(line)
 
     # 5. parallelize, compile ----------------------------------------------------------------------------------------
     replica = parallelize(model, ranks, device, dp=cfg.dp, dtype=dtype, remat=cfg.remat, compile=cfg.compile,
@@ -196,7 +195,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(train_data.describe())
-    for line in describe_groups(optimizers, model):
+    for line in (*describe_groups(optimizers, model), *forgotten(model)):
         say(line)
 
     # 8. loop --------------------------------------------------------------------------------------------------------

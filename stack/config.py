@@ -37,9 +37,7 @@ import warnings
 from decimal import Decimal
 from pathlib import Path
 
-# Before torch loads, and with it OpenMP, whose threads wait for each other in a loop: for long ones nothing is left to
-# other programs, and to a thread that waits for its core among them (docs/lab-notes.md has the measurement).
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+from stack import threads  # noqa: F401  before torch loads, in every command
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOLS = {"true": True, "1": True, "false": False, "0": False}

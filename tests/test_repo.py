@@ -24,7 +24,8 @@ ROOMS = {  # whose files each folder of stack/ may import besides its own and th
     "stack.evaluation": {"stack.data", "stack.exchange"},
 }
 ALONE = {  # what each file that stands in stack/ itself may import
-    "stack.config": set(), "stack.counts": set(), "stack.device": set(), "stack.optim": {"stack.counts"},
+    "stack.threads": set(), "stack.config": {"stack.threads"}, "stack.counts": set(), "stack.device": set(),
+    "stack.optim": {"stack.counts"},
     "stack.compiled": set(), "stack.quantize": set(), "stack.spikes": set(),
     "stack.twins": {"stack.compiled", "stack.cpu", "stack.device"},
     "stack.memory": {"stack.optim"}, "stack.law": set(),
