@@ -33,8 +33,9 @@ def lively(**changes):
     return model
 
 
-def both(model, rows, pads=None, length=9, dtype=None, steps=4):
-    """Logits of some steps by decode.cpp and by model.py, [(B, V)] each, each from its own cache filled by a prompt."""
+def both(model, rows, pads=None, length=9, dtype=None, steps=4, threads=1):
+    """Logits of some steps by decode.cpp, with so many threads, and by model.py, [(B, V)] each, each from its own cache
+    filled by a prompt, which PyTorch reads."""
     docs = None if pads is None else (torch.arange(32) >= torch.tensor(pads)[:, None]).int()
     ids = torch.randint(0, model.cfg.vocab_size, (rows, length + steps))
     caches = [KVCache(model.cfg, rows, 32, "cpu", dtype or model.embed.weight.dtype) for _ in range(2)]
@@ -42,7 +43,9 @@ def both(model, rows, pads=None, length=9, dtype=None, steps=4):
     with torch.inference_mode():
         for cache in caches:
             model.hidden(ids[:, :length], docs=docs if docs is None else docs[:, :length], cache=cache)
+        torch.set_num_threads(threads)
         step = decode.Step(model, caches[0], docs)
+        torch.set_num_threads(1)
         for t in range(length, length + steps):
             got.append(step(ids[:, t:t + 1]).clone())
             seen = docs if docs is None else docs[:, :t + 1]
@@ -97,13 +100,9 @@ def test_fills_the_cache():
 def test_threads(rows):
     """Any number of threads gives the same bits: a row belongs to one."""
     results = []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            torch.manual_seed(1)
-            results.append(both(lively(**SWITCHES["odd"]), rows)[0])
-    finally:
-        torch.set_num_threads(1)
+    for n in (1, 2, 3):
+        torch.manual_seed(1)
+        results.append(both(lively(**SWITCHES["odd"]), rows, threads=n)[0])
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
