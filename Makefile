@@ -3,7 +3,7 @@
 # make test       the whole suite on CPU
 # make lint       ruff
 # make env        only the environment .venv, which the others make when it is missing
-# make faults     the long fault injections, up to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
+# make faults     the long fault injections, five to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
 # make exchange   the GGUF tests that need llama.cpp, which pip builds in about five minutes
 # make trace      a training step as a GPU would be given it, traced without one: PyTorch's build for CUDA (some gigabytes)
 #                 in an environment of its own, .venv-trace
