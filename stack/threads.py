@@ -36,9 +36,9 @@ def read_busy() -> tuple[float, float, float] | None:
 AT_START = read_busy()
 
 
-def cores(otherwise: int) -> int:
-    """Those that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else otherwise
+def cores() -> int:
+    """Those that this process may use; where the system does not tell, all of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_cores() -> int | None:
@@ -48,7 +48,7 @@ def free_cores() -> int | None:
     if now is None or AT_START is None or now[0] - AT_START[0] < SHORTEST:
         return None
     seconds, busy, own = (after - before for before, after in zip(AT_START, now, strict=True))
-    return max(len(os.sched_getaffinity(0)) - int((busy - own) / seconds + 0.25), 1)
+    return max(cores() - int((busy - own) / seconds + 0.25), 1)
 
 
 def take(saved: int | None, at_exit, say) -> int:
@@ -59,12 +59,11 @@ def take(saved: int | None, at_exit, say) -> int:
     """
     import torch  # not above: it must load behind this file
     here = torch.get_num_threads()
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    n, why = min(here, alone and free_cores() or here), "other programs keep the other cores busy, and the run stays so"
-    if "OMP_NUM_THREADS" in os.environ:
-        n = here
-    elif saved:
-        n, why = min(saved, cores(here)), f"the run had {saved} so far, and sums go by their number"
+    n = here
+    if "OMP_NUM_THREADS" not in os.environ and saved:
+        n, why = min(saved, cores()), f"the run had {saved} so far, and sums go by their number"
+    elif "OMP_NUM_THREADS" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
+        n, why = min(here, free_cores() or here), "other programs keep the other cores busy, and the run stays so"
     at_exit.callback(torch.set_num_threads, here)
     torch.set_num_threads(n)
     if n != here:

@@ -69,7 +69,7 @@ def _warn_of_other_loss(model, x, y, docs, doc_mask: bool):
         given = model(x, y, docs=docs, reduction="none").sum().item()
         logits = model.logits(model.hidden(x, docs=docs))[0]
     own = F.cross_entropy(logits, y[0], reduction="sum").item()
-    if abs(given - own) > (0.002 if logits.dtype == model.embed.weight.dtype else 0.02) * own:
+    if abs(given - own) > 0.001 * own:
         warnings.warn(f"the loss head returns {given / own:.3f} of the nats that the logits give: held-out loss and "
                       "bits per byte are no longer those of the text. Add to the loss in chunk_arithmetic only where "
                       "`grad` is true.", stacklevel=3)
