@@ -40,9 +40,9 @@ def compile_or_not(function, random: bool = False):
         except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
             if not is_compilers(error):
                 raise
-            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: "
-                          f"{str(error).splitlines()[0]} If that is for want of a C++ compiler, install one; "
-                          "--compile=false does without.", stacklevel=2)
+            said = " ".join(str(error).splitlines()[:2])  # the first may only say whose error it is
+            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: {said} If that is for "
+                          "want of a C++ compiler, install one; --compile=false does without.", stacklevel=2)
             torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
             global failed
             failed = True
