@@ -40,9 +40,9 @@ def compile_or_not(function, random: bool = False):
         except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
             if not is_compilers(error):
                 raise
-            said = " ".join(str(error).splitlines()[:2])  # the first may only say whose error it is
-            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: {said} If that is for "
-                          "want of a C++ compiler, install one; --compile=false does without.", stacklevel=2)
+            warnings.warn(f"nothing is compiled, training is slower: {type(error).__name__}: {beginning(error)}\n  If "
+                          "that is for want of a C++ compiler, install one; --compile=false does without.",
+                          stacklevel=2)
             torch.compiler.set_stance("force_eager")  # for everything else too: each attempt costs seconds
             global failed
             failed = True
@@ -105,6 +105,11 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def is_compilers(error: Exception) -> bool:
     """Raised by torch.compile itself, not by what it compiled."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def beginning(error: Exception) -> str:
+    """Two lines of what it says: the first may only say whose error it is."""
+    return " ".join(str(error).splitlines()[:2])
 
 
 compiled = functools.cache(compile_or_not)
@@ -244,7 +249,7 @@ def decoder(model: GPT, cache: KVCache, docs, record: bool | None = None):
         except Exception as error:
             if not is_compilers(error):
                 raise
-            raise OSError(f"nothing can be compiled here: {' '.join(str(error).splitlines()[:2])}\n"
+            raise OSError(f"nothing can be compiled here: {beginning(error)}\n"
                           "  Install a C++ compiler, or generate without compiling.") from error
 
     def following(ids):

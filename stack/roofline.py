@@ -13,8 +13,9 @@ What is moved is a compiled block's, in bytes per token: l the matmuls' format, 
               the activation, in and out                                                    l (up + F)
     backward  the gradient cast for w_down; the activation: three reads or two, and writes  (s + l) C + l (2 up + F)
               norms: a gradient per matmul, input, wo's output, gradient in and out, cast   l (n + 2) C + 6 s C
+              the second norm's gain: its output's gradient and wo's output once more       2 l C
               sums of output times gradient, for attention                                  2 l q
-              queries and keys back: rotation, the gain's gradient, norm (one kernel each)  7 l (q + k)
+              queries and keys: rotation in and out, two reads for the gain, three to norm  7 l (q + k)
               the gradient of values into that of what wq, wk and wv return, where merged   2 l k
 
 Casts fall away where s is l.  n matmuls read a norm's output: one per norm where compiled.merge_linears makes them one,
@@ -55,8 +56,8 @@ def moved_bytes(cfg, low: int, residual: int, merged: bool) -> tuple[int, int]:
     casts = residual != low
     forward = 4 * (residual + low) * C + low * C + 2 * low * turned + low * (up + F)
     backward = casts * (residual + low) * C + low * (2 * up + F) + 6 * residual * C
-    backward += low * ((2 if merged else up // F + 3) + 1 + casts) * C
-    backward += 2 * low * q + (7 if cfg.qk_norm else 2) * low * turned + 2 * low * k * merged
+    backward += low * ((2 if merged else up // F + 3) + 3 + casts) * C
+    backward += low * (2 * q + (2 * (cfg.pos == "rope") + 5 * cfg.qk_norm) * (q + k) + 2 * k * merged)
     return forward, backward
 
 

@@ -68,7 +68,7 @@ def test_without_a_compiler(monkeypatch, forget):
     monkeypatch.setattr(compiled, "COMPILE_FROM", 1)
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiler(f, dynamic=dynamic, backend=no_compiler))
     block = compiled.compile_or_not(lambda x: x + 1)
-    said = r"nothing is compiled.*BackendCompilerFailed.*no g\+\+.*--compile=false"
+    said = r"(?s)nothing is compiled.*BackendCompilerFailed.*no g\+\+.*--compile=false"
     with pytest.warns(UserWarning, match=said) as caught:
         loss = fused_linear_cross_entropy(hidden, weight, targets, chunk=24, arithmetic=compiled.chunk_arithmetic)
         assert block(torch.ones(())) == 2
