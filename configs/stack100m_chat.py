@@ -1,5 +1,5 @@
 # Stack-100M learns to answer: finetuned on smoltalk's conversations. Expected: answers that end (eval.py --answers).
-# Hardware: one GPU of 24 GB or more. time, estimated: H200 0.6, H100 0.7, A100 1.5, RTX 4090 2.5 h
+# Hardware: one GPU of 24 GB or more. time, estimated: H200 0.7, H100 0.7, A100 1.5, RTX 4090 2.5 h
 # Needs: python prepare.py hf:HuggingFaceTB/smoltalk:all --chat --tokenizer out/stack100m --out data/stack100m_chat
 # Launch: python train.py configs/stack100m_chat.py
 

@@ -18,8 +18,8 @@ What is moved is a compiled block's, in bytes per token: l the matmuls' format, 
               queries and keys: rotation in and out, two reads for the gain, three to norm  7 l (q + k)
               the gradient of values into that of what wq, wk and wv return, where merged   2 l k
 
-Casts fall away where s is l.  n matmuls read a norm's output: one per norm where compiled.merge_linears makes them one,
-in 16 bits, else each linear.
+Without QK-norm queries and keys move 2 l (q + k) backward, without rotation 5.  Casts fall away where s is l.  n
+matmuls read a norm's output: one per norm where compiled.merge_linears makes them one, in 16 bits, else each linear.
 """
 
 import collections
