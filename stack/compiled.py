@@ -3,6 +3,7 @@
 Each piece computes what a function of model.py computes; twins.py attaches them to a built model and compares.
 """
 
+import copy
 import functools
 import math
 import operator
@@ -11,13 +12,15 @@ import weakref
 
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import model as plain
 from model import GPT, KVCache
 
 COMPILE_FROM = 1 << 22  # logits per call from which compiling the chunk arithmetic pays for itself
 # in a traced graph: what counts on strides as they were traced, or writes where `_version` does not tell (.data)
-UNSEEN = "as_strided", "triton_kernel_wrapper", "_get_data_attr"
+UNSEEN = "as_strided", "triton_kernel_wrapper", "_get_data_attr", "_foreach_"
+VIEWS = {"view": "reshape", "view_as": "reshape_as"}  # the same of what is not contiguous
 failed = False  # whether nothing compiles here, as found out by trying
 
 
@@ -34,7 +37,7 @@ def compile_or_not(function, random: bool = False):
 
     def call(*args, **options):
         try:
-            with torch._functorch.config.patch(aggressive_recomputation=not random and not torch.cuda.is_available(),
+            with torch._functorch.config.patch(aggressive_recomputation=not random and not _on_gpu(args),
                                                is_non_builtin_to_include=True):
                 return fast(*args, **options)
         except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
@@ -50,11 +53,24 @@ def compile_or_not(function, random: bool = False):
     return call
 
 
+def _on_gpu(inputs) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+
+
 def merged(graph, inputs):
-    """A backend for torch.compile: Inductor, given a graph whose linears are merged if it is for a GPU."""
+    """A backend for torch.compile: Inductor, given a graph whose linears are merged if it is for a GPU; the graph as it
+    was, with a warning, where that does not compile."""
     from torch._inductor.compile_fx import compile_fx
-    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
-    return compile_fx(merge_linears(graph) if on_gpu else graph, inputs)
+    if _on_gpu(inputs):
+        before = copy.deepcopy(graph)
+        try:
+            return compile_fx(merge_linears(graph), inputs)
+        except Exception as error:
+            why, graph = f"{type(error).__name__}: {beginning(error)}", before
+            result = compile_fx(graph, inputs)  # what fails here too is not for want of merging
+            warnings.warn(f"linears of one input are not merged, a step is some per cent slower: {why}", stacklevel=2)
+            return result
+    return compile_fx(graph, inputs)
 
 
 def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -63,13 +79,15 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     It sees what was traced, hooks included, whatever the model's code says.  Left alone are weights that are computed,
     sharded, not trained like the others, or in the products' format already: autocast's cast of the others becomes a
-    copy into one matrix, these would need one of their own; and what was written into.  A slice is not contiguous: a
-    graph with what may count on that is left alone too.
+    copy into one matrix, these would need one of their own; what was written into; and what the graph returns.  A slice
+    is not contiguous: views become reshapes, and a graph with what else may count on that, or write unseen, is left
+    alone: operators that are not PyTorch's, views as another format.
     """
-    for part in (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)):  # recomputed ones too
-        groups, calls = {}, part.graph
-        if any(name in str(node.target) for node in calls.nodes for name in UNSEEN):
-            continue
+    parts = [part.graph for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # recomputed ones too
+    if any(map(_opaque, (node for calls in parts for node in calls.nodes))):
+        return graph
+    for calls in parts:
+        groups, returned = {}, {_memory(x) for node in calls.find_nodes(op="output") for x in node.all_input_nodes}
         for node in calls.find_nodes(op="call_function", target=F.linear):
             if node.kwargs:  # a bias by its name
                 continue
@@ -77,7 +95,8 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
             values = [n.meta.get("example_value") for n in (node, x, weight, bias) if n is not None]
             if (all(n is None or n.op == "placeholder" for n in (weight, bias)) and not any(
                     v is None or v._version or hasattr(v, "placements") for v in values)
-                    and values[2].ndim == 2 and values[2].dtype != values[0].dtype):
+                    and values[2].ndim == 2 and values[2].dtype != values[0].dtype
+                    and all(v.shape == values[2].shape[:1] for v in values[3:]) and _memory(node) not in returned):
                 kind = bias is None, *((v.dtype, v.requires_grad) for v in values)
                 groups.setdefault((x, *kind), []).append(node)
         for (x, bare, *_), nodes in groups.items():
@@ -92,14 +111,33 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
                 for i, node in enumerate(nodes):
                     mine = calls.call_function(operator.getitem, (slices, i))
                     mine.meta.update(node.meta)  # without it the compiler's cache does not take the graph
-                    for user in node.users:
-                        if user.target == "view" and not user.kwargs and not isinstance(user.args[1], torch.dtype):
-                            user.target = "reshape"  # of what is not contiguous
                     node.replace_all_uses_with(mine)
             for node in nodes:
                 calls.erase_node(node)
-        part.recompile()
+    for calls in parts:
+        for node in calls.nodes:
+            if node.op == "call_method" and node.target in VIEWS:
+                node.target = VIEWS[node.target]
+                node.kwargs = {"shape" if key == "size" else key: value for key, value in node.kwargs.items()}
+    for part in graph.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            part.recompile()
     return graph
+
+
+def _opaque(node) -> bool:
+    """Whether a traced call may count on strides, or write where nothing tells."""
+    name, given = str(node.target), [*node.args, *node.kwargs.values()]
+    operator = getattr(node.target, "overloadpacket", node.target)
+    foreign = isinstance(operator, torch._ops.OpOverloadPacket) and not str(operator).startswith(("aten", "prims"))
+    return foreign or any(word in name for word in UNSEEN) or (
+        node.target == "view" and any(isinstance(x, torch.dtype) for x in given))
+
+
+def _memory(node):
+    """What tells whether two traced tensors are views of the same."""
+    value = node.meta.get("example_value")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def is_compilers(error: Exception) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention import flex_attention
 
 from stack import compiled, twins
@@ -143,14 +144,47 @@ def clamped_past_autograd(x, v, w):
 
 
 def viewed(x, v, w):
-    return F.linear(x, v).view(3, -1), F.linear(x, w).view(-1)
+    return F.linear(x, v).view(3, -1) * 1, F.linear(x, w).view(-1) * 1
+
+
+def viewed_again(x, v, w):
+    """Views of views, of what is not contiguous where it is a slice."""
+    first = F.linear(x, v)
+    seen = (first.view(3, 5, 2, 2).view(-1), first.unsqueeze(0).view(size=(60,)), first.transpose(0, 1).transpose(
+        0, 1).view(15, 4).view(60), first.to(torch.bfloat16).view_as(torch.empty(60)), first.chunk(1, 0)[0].view(60))
+    return *(one * 1 for one in seen), F.linear(x, w) * 1
+
+
+def written_by_foreach(x, v, w):
+    x = x + 0
+    first = F.linear(x, v) * 1
+    with torch.no_grad():
+        torch._foreach_mul_([x], 2.0)
+    return first, F.linear(x, w) * 1
+
+
+ONE = torch.randn(1)  # a bias for all rows
+
+
+@torch.library.custom_op("tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    """As a kernel that reads rows from the shape, whatever the strides."""
+    return 2 * torch.as_strided(x, x.shape, torch.empty(x.shape).stride())
+
+
+double.register_fake(torch.empty_like)
+double.register_autograd(lambda ctx, grad: 2 * grad)
 
 
 @pytest.mark.parametrize("function, merged", [
+    (viewed_again, 1), (written_by_foreach, 0), (lambda x, v, w: (double(F.linear(x, v)), F.linear(x, w) * 1), 0),
+    (lambda x, v, w: (F.linear(x, v) * (F.linear(x, v).view(torch.int16) > 0), F.linear(x, w) * 1), 0),
+    (lambda x, v, w: (F.linear(x, v, ONE) * 1, F.linear(x, w, ONE) * 1), 0),
     (gate_in_fp32, 0), (written_between, 0), (written_after, 0), (low_rank, 0),
     (biases_by_name, 0), (strides_read, 0), (clamped_past_autograd, 0), (viewed, 1),
     (lambda x, v, w: (F.linear(x, v), F.linear(x + 1, w)), 0), (lambda x, v, w: (F.linear(x, v), F.linear(x, w[0])), 0),
-    (lambda x, v, w: (F.linear(x, w), F.linear(x, v), F.linear(x, w)), 1)])
+    (lambda x, v, w: (F.linear(x, w), F.linear(x, v).view(-1)), 0),  # whose caller may count on strides
+    (lambda x, v, w: (F.linear(x, w) * 1, F.linear(x, v) * 1, F.linear(x, w) * 1), 1)])
 def test_what_a_fork_may_write(function, merged):
     """Linears are merged where it is the same, else left: values and gradients are those without."""
     x, v, w = (torch.randn(shape, requires_grad=True) for shape in ((3, 5, 8), (4, 8), (6, 8)))
@@ -169,6 +203,61 @@ def test_what_a_fork_may_write(function, merged):
     assert seen == [merged]
     for want, got in zip(*results, strict=True):
         assert got.dtype == want.dtype and (got - want).norm() < 0.01 * want.norm()
+
+
+def two_linears(x, v, w):
+    return F.linear(x, v).sigmoid() @ F.linear(x, w).sigmoid().mT
+
+
+def test_sharded_weights_are_left_alone(tmp_path):
+    """Those of tensor parallelism lie on a mesh: to put them into one matrix is communication."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(str(compiled.merge_linears(graph).graph).count("torch.cat"))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for place in (lambda t: t, lambda t: distribute_tensor(t, mesh, [Shard(0)] if t.ndim == 2 else [Replicate()])):
+            torch._dynamo.reset()
+            x, v, w = (place(torch.randn(shape)).requires_grad_() for shape in ((3, 5, 8), (4, 8), (4, 8)))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                torch.compile(two_linears, backend=backend, dynamic=False)(x, v, w)
+    finally:
+        dist.destroy_process_group()
+    assert seen == [1, 0]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_graph_as_it_was_where_a_merged_one_does_not_compile(monkeypatch, broken):
+    """On a GPU linears are merged; what Inductor then fails at is compiled without, and said."""
+    from torch._inductor import compile_fx
+    graphs = []
+
+    def inductor(graph, inputs):
+        graphs.append(str(graph.graph).count("torch.cat"))
+        if broken and graphs[-1]:
+            raise ValueError("Cannot view a tensor\nat line 3")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+    monkeypatch.setattr(compile_fx, "compile_fx", inductor)
+    monkeypatch.setattr(compiled, "_on_gpu", lambda inputs: True)
+    with monkeypatch.context() as there:
+        there.setattr(torch.cuda, "is_available", lambda: True)
+        call = compiled.compile_or_not(two_linears_summed)
+    torch._dynamo.reset()
+    tensors = [torch.randn(shape, requires_grad=True) for shape in ((3, 5, 8), (4, 8), (6, 8))]
+    with warnings.catch_warnings(record=True) as said, torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("always")
+        got = call(*tensors)
+        want = two_linears_summed(*tensors)
+    assert graphs == ([1, 0] if broken else [1]) and got.item() == pytest.approx(want.item(), rel=1e-2)
+    assert ["not merged" in str(w.message) and "ValueError: Cannot view a tensor at line 3" in str(w.message)
+            for w in said if "merged" in str(w.message)] == [True] * broken
+
+
+def two_linears_summed(x, v, w):
+    return F.linear(x, v).float().square().sum() + F.linear(x, w).float().square().sum()
 
 
 def test_ddp_does_not_cut_blocks(traced, tmp_path):
