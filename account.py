@@ -15,10 +15,11 @@ documents of geometric length (a boundary is equally likely everywhere), cost le
 
 *Hours* follow from a roofline: each part of a compiled micro step takes what bounds it, matmuls or memory
 (stack/roofline.py; nobody has measured it, and it is an optimistic end).  MFU, the share of a GPU's peak rate, is what
-train.py would log then; none in fp32, of which it knows no peak.  --compile=false and --peak_tflops change neither.  Of
-a changed model.py hours follow the matmuls, and what attends; what else a block moves, and what it keeps, are those of
-model.py as it stands.  In --json these hours are {"roofline": {"hours"}} of a GPU.  Its other "hours" are for whoever
-knows a share of the peak: {"40%": ...} is the run's 6N + 6LTd, document masks or not, at 40 % of it.
+train.py would log then; none in fp32, of which it knows no peak.  --peak_tflops is for that log alone, and memory is
+printed for --compile=false too: neither changes the hours.  Of a changed model.py they follow the matmuls, and what
+attends; what else a block moves, and what it keeps, are those of model.py as it stands.  In --json these hours are
+{"roofline": {"hours"}} of a GPU.  Its other "hours" are for whoever knows a share of the peak: {"40%": ...} is the
+run's 6N + 6LTd, document masks or not, at 40 % of it.
 
 *Decoding* one sequence reads every weight and the KV cache once per token, and is priced by memory bandwidth alone.
 1 GB is 1e9 bytes.
