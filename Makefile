@@ -5,8 +5,9 @@
 # make env        only the environment .venv, which the others make when it is missing
 # make faults     the long fault injections, five to twenty minutes: kills, full disks, lost ranks, 2 GB under a memory cap
 # make exchange   the GGUF tests that need llama.cpp, which pip builds in about five minutes
-# make trace      a training step as a GPU would be given it, traced without one: PyTorch's build for CUDA (some gigabytes)
-#                 in an environment of its own, .venv-trace
+# make trace      a training step as a GPU would be given it, traced without one: PyTorch's build for CUDA in an environment
+#                 of its own, .venv-trace; needs Linux, a C compiler, network, about 4.7 GB and nine minutes.  Where it ends
+#                 with an error, its last lines say which kernel does not compile or which count is off: docs/gpu.md
 # make clean      delete .venv and caches; never data or runs
 #
 # .venv is made by python3, or by another one: make demo PYTHON=python3.12

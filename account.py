@@ -15,8 +15,11 @@ documents of geometric length (a boundary is equally likely everywhere), cost le
 
 *Hours* follow from a roofline: each part of a compiled micro step takes what bounds it, matmuls or memory
 (stack/roofline.py; nobody has measured it, and it is an optimistic end).  MFU, the share of a GPU's peak rate, is what
-train.py would log then.  In --json these hours are {"roofline": {"hours"}} of a GPU. Its other "hours" are for whoever
-knows a share of the peak: {"40%": ...} is the run's 6N + 6LTd, document masks or not, at 40 % of it.
+train.py would log then; none in fp32, of which it knows no peak.  --peak_tflops is for that log alone, and memory is
+printed for --compile=false too: neither changes the hours.  Of a changed model.py they follow the matmuls, and what
+attends; what else a block moves, and what it keeps, are those of model.py as it stands.  In --json these hours are
+{"roofline": {"hours"}} of a GPU.  Its other "hours" are for whoever knows a share of the peak: {"40%": ...} is the
+run's 6N + 6LTd, document masks or not, at 40 % of it.
 
 *Decoding* one sequence reads every weight and the KV cache once per token, and is priced by memory bandwidth alone.
 1 GB is 1e9 bytes.
@@ -42,8 +45,10 @@ from stack.config import as_command, load
 from stack.device import DTYPES, PEAK_TFLOPS
 from stack.memory import activation_bytes, head_bytes, optimizers_of, owned, train_state_bytes
 from stack.optim import AdamW, Muon
+from stack.parallel import tensor_parallel
 from stack.parallel.tensor_parallel import ROWS
 from stack.roofline import GPUS
+from stack.start import batch_problems
 from stack.train_config import TrainConfig
 
 MFUS = (0.3, 0.4, 0.5, 0.6)
@@ -61,6 +66,11 @@ class AccountConfig:
     def problems(self) -> list[str]:
         return [f"{name} ({getattr(self, name)}) must be positive." for name in ("mean_doc_len", "token_budget")
                 if getattr(self, name) < 1]
+
+
+def check(cfg: ModelConfig, train: TrainConfig, options: AccountConfig) -> list[str]:
+    """What train.py would refuse, of --tp ranks that hold one model together."""
+    return batch_problems(train, 1) + (tensor_parallel.problems(cfg, train.tp) if train.tp > 1 else [])
 
 
 def padded_rows(vocab_size: int, tp: int) -> int:
@@ -164,7 +174,8 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
             "peak_tflops": PEAK_TFLOPS[name], "memory_gb": memory, "bandwidth_gb_s": bandwidth,
             "hours": {f"{mfu:.0%}": run_hours(tokens * flops["causal"], PEAK_TFLOPS[name], mfu) for mfu in MFUS},
             "roofline": {"micro_step_ms": {part: seconds * 1e3 for part, seconds in times[name].items()},
-                         "tok_per_s": speeds[name], "mfu": speeds[name] * needed / (PEAK_TFLOPS[name] * 1e12),
+                         "tok_per_s": speeds[name],
+                         "mfu": speeds[name] * needed / (PEAK_TFLOPS[name] * 1e12) if low < 4 else None,
                          "hours": tokens / speeds[name] / 3600},
             "decode_ms": {state: n_bytes / bandwidth / 1e6 for state, n_bytes in reads.items()}}
             for name, (memory, bandwidth, *_) in GPUS.items()},
@@ -250,9 +261,12 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
         f"{'MFU':>6}{'hours':>9}",
         *(f"  {name:<11}{ms['block matmuls']:>9,.1f}{ms['attention']:>11,.1f}{ms['pointwise and norms']:>11,.1f}"
           f"{ms['head matmuls'] + ms['head pointwise and dw']:>7,.1f}{ms['rest']:>7,.1f}{sum(ms.values()):>8,.1f}"
-          f"{line['tok_per_s']:>12,.0f}{line['mfu']:>6.0%}{line['hours']:>9,.{1 if line['hours'] < 100 else 0}f}"
+          f"{line['tok_per_s']:>12,.0f}{'-' if line['mfu'] is None else format(line['mfu'], '.0%'):>6}"
+          f"{line['hours']:>9,.{1 if line['hours'] < 100 else 0}f}"
           for name, line, ms in ((name, gpu["roofline"], gpu["roofline"]["micro_step_ms"])
                                  for name, gpu in a["gpus"].items())),
+        *(["  without dropout: with it and document masks attention is another kernel's, dearer, and keeps its mask"]
+          if cfg.dropout and train.doc_mask else []),
         "", "Milliseconds per generated token, bf16, one sequence",
         f"  {'':<11}{'bandwidth':>15}{'first':>9}{f'at {cfg.max_seq_len:,}':>11}",
         *(f"  {name:<11}{gpu['bandwidth_gb_s']:>10} GB/s"
@@ -271,7 +285,7 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
 
 def main():
     with as_command("account.py"):
-        cfg, train, options = load((ModelConfig, TrainConfig, AccountConfig), sys.argv[1:], doc=__doc__)
+        cfg, train, options = load((ModelConfig, TrainConfig, AccountConfig), sys.argv[1:], doc=__doc__, check=check)
         a = account(cfg, train, mean_doc_len=options.mean_doc_len, token_budget=options.token_budget)
         print(json.dumps(a) if options.json else tables(a, cfg, train))
 

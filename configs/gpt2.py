@@ -1,5 +1,5 @@
 # GPT-2 small, 124,439,808 parameters, with nanoGPT's recipe: 295B tokens, eight 80 GB GPUs (peak about 7 GB each)
-# time, estimated: account.py's roofline of one GPU, an optimistic end, divided by 8: A100 48 h, H100 22 h
+# time, estimated: account.py's roofline of one GPU, an optimistic end, divided by 8: A100 49.4 h, H100 22.4 h
 # loss, estimated: 2.85 nats per token on OpenWebText, which nanoGPT's README gives for this model and recipe
 # torchrun --standalone --nproc_per_node=8 train.py configs/gpt2.py   (data: prepare.py ... --tokenizer gpt2)
 

@@ -1,7 +1,7 @@
 # Stack-100M ends otherwise: branched off before its decay, on more mathematics, code and textbooks, on a line to 0.
-# Hardware: as stack100m.py. time, estimated: H200 1.3, H100 1.4, A100 2.9 h. Expected: docs/midtraining.md
+# Hardware: as stack100m.py; 24 GB: --micro_batch_size=8. time, estimated: H200 1.3, H100 1.4, A100 2.9, RTX 4090 5.0 h
 # Needs: python prepare.py configs/data_stack100m_anneal.py --out data/stack100m_anneal, and out/stack100m's step 34000
-# Launch: python train.py configs/stack100m_anneal.py
+# Launch: python train.py configs/stack100m_anneal.py   Expected: docs/midtraining.md
 
 from configs.stack100m import *  # noqa: F403
 

@@ -6,7 +6,8 @@
 #
 # Before you pay: prepare.py and its downloads need no GPU, so run its lines on another machine and copy data/. On the
 # card, python -m bench gpu finds out in eight minutes whether it does what is estimated here; runs/demo.sh rehearses the
-# whole way in ten. A 24 GB card: TRAIN="python train.py --micro_batch_size=8" before this file, 49 h of an RTX 4090.
+# whole way in ten. A 24 GB card: TRAIN="python train.py --micro_batch_size=8" before this file; of an
+# RTX 4090 57 hours at the least: 49.5, 5.0 and 2.5.
 #
 # Killed? The same file again goes on: finished data sets are left as they are, unfinished ones continued, and a run
 # that has a checkpoint is resumed. Eight GPUs: TRAIN="torchrun --standalone --nproc_per_node=8 train.py" before it.
@@ -31,7 +32,7 @@ python account.py configs/stack100m.py
 # download takes. The code wants its terms accepted on its page first, then: hf auth login
 python prepare.py configs/data_stack100m.py --out data/stack100m
 
-# The run: 1.6e19 FLOPs, H100 14.3 h, A100 29 h
+# The run: 1.6e19 FLOPs, H100 14.3 h, A100 29.5 h
 train out/stack100m configs/stack100m.py
 python eval.py out/stack100m
 

@@ -1,9 +1,9 @@
 """How long a micro step takes on a GPU at least, by what bounds each part of it: arithmetic, from the model's shapes.
 
 A matmul takes its FLOPs at a share of the peak or its traffic at MOVED of the bandwidth, whichever is longer; attention
-its FLOPs at rates of its own; everything else its traffic.  Shares and rates are what large kernels reach on such cards
-by what is published; no run of this repository is among them, and what is left out (kernels that wait for each other, a
-slow host) only adds.  So this is an optimistic end.
+its FLOPs at rates of its own; everything else its traffic.  Shares and rates are assumptions: docs/gpu.md says what
+they rest on.  No run of this repository is among it, and what is left out (kernels that wait for each other, a slow
+host) only adds.  So this is an optimistic end.
 
 What is moved is a compiled block's, in bytes per token: l the matmuls' format, s the residual stream's.
 
@@ -17,9 +17,16 @@ What is moved is a compiled block's, in bytes per token: l the matmuls' format, 
               sums of output times gradient, for attention                                  2 l q
               queries and keys: rotation in and out, two reads for the gain, three to norm  7 l (q + k)
               the gradient of values into that of what wq, wk and wv return, where merged   2 l k
+              biases: each linear's output gradient once more                               l (q + 2 k + up + 2 C)
 
 Without QK-norm queries and keys move 2 l (q + k) backward, without rotation 5.  Casts fall away where s is l.  n
 matmuls read a norm's output: one per norm where compiled.merge_linears makes them one, in 16 bits, else each linear.
+
+A changed model.py is followed in part.  Matmuls, and what attends, are counted on the model that is built; those of
+attn but wo, and of mlp but w_down, are taken to read one input and to be merged.  What is moved is that of model.py's
+own block, from ModelConfig: a norm, a bias or a gate that a fork adds moves nothing here.  Both kinds of recomputation
+do the whole forward part again, "block" all matmuls too, one of which the compiler may leave out.  Dropout costs
+nothing here, and under document masks keeps FlexAttention's rates, though compiled.document_mask takes a boolean mask.
 """
 
 import collections
@@ -31,17 +38,19 @@ import torch
 from model import GPT, default_chunk
 from stack import counts
 from stack.device import DTYPES, PEAK_TFLOPS
-from stack.memory import owned
-from stack.optim import NS_STEPS, AdamW, Muon
+from stack.memory import MOMENTS, owned
+from stack.optim import NS_STEPS, Muon
 
 GPUS = {  # name in device.PEAK_TFLOPS: GB, GB/s (NVIDIA's data sheets; SXM for A100, H100); assumed: share of the peak
     # in large matmuls, TFLOP/s of attention under a block mask at head_dim 64, forward and backward
     "A100": (80, 2039, 0.75, 130, 108), "H100": (80, 3350, 0.62, 230, 190), "H200": (141, 4800, 0.62, 230, 190),
     "RTX 4090": (24, 1008, 0.85, 100, 83),
 }
-MOVED = 0.85  # of the bandwidth
+MOVED = 0.85  # of the bandwidth; assumed
 TILE = 128  # keys and queries that FlexAttention and flash attention take or leave together
-IDLE = 2e-3  # seconds a step in which the GPU waits for the host, which reads loss and norm
+IDLE = 2e-3  # seconds a step in which the GPU waits for the host, which reads loss and norm; assumed
+CLIPPED = 12  # bytes per parameter: the gradient is read for its norm, read and written to be scaled
+STEPPED = {kind: 4 * (3 + 2 * moments) for kind, moments in MOMENTS.items()}  # gradient in; weight, moments in and out
 
 
 def newton_schulz_flops(muon_params) -> int:
@@ -50,15 +59,20 @@ def newton_schulz_flops(muon_params) -> int:
 
 
 def moved_bytes(cfg, low: int, residual: int, merged: bool) -> tuple[int, int]:
-    """What everything but matmuls and attention moves in a block, forward and backward, per token."""
+    """What everything but matmuls and attention moves in a block, forward and backward, per token; of blocks with and
+    without rotation the mean."""
     C, F, q, k = cfg.d_model, cfg.d_ff, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
-    up, turned = F * (2 if cfg.mlp == "swiglu" else 1), q + k if cfg.qk_norm or cfg.pos == "rope" else 0
+    up, turns = F * (2 if cfg.mlp == "swiglu" else 1), cfg.pos == "rope"
+    if cfg.nope_every:
+        turns *= 1 - cfg.n_layers // cfg.nope_every / cfg.n_layers
+    turned = (q + k) * (1 if cfg.qk_norm else turns)
     casts = residual != low
     forward = 4 * (residual + low) * C + low * C + 2 * low * turned + low * (up + F)
     backward = casts * (residual + low) * C + low * (2 * up + F) + 6 * residual * C
     backward += low * ((2 if merged else up // F + 3) + 3 + casts) * C
-    backward += low * (2 * q + (2 * (cfg.pos == "rope") + 5 * cfg.qk_norm) * (q + k) + 2 * k * merged)
-    return forward, backward
+    backward += low * (2 * q + (2 * turns + 5 * cfg.qk_norm) * (q + k) + 2 * k * merged)
+    backward += low * (q + 2 * k + up + 2 * C) * cfg.bias
+    return round(forward), round(backward)
 
 
 def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, mean_doc_len: int) -> dict[str, float]:
@@ -77,17 +91,17 @@ def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, m
     shapes = collections.Counter()  # rows by name and columns, of what is merged together
     for name, p in model.blocks.named_parameters():
         if p.ndim == 2 and p not in looked_up:
-            shapes[re.sub(r"w_gate|w_up|\bw[qkv]\b", "merged", name) if merged else name, p.shape[1]] += len(p)
+            where = re.sub(r"\.(?!wo\.|w_down\.)\w+\.weight$", ".merged", name) if merged else name
+            shapes[where, p.shape[1]] += len(p)
     keys = [(width, counts.mean_keys(train.seq_len, mean_doc_len if train.doc_mask else None, window)
              + TILE / 2 * (1 + train.doc_mask)) for width, window in counts.attention_layers(model)]
     scores = N * sum(4 * width * seen for width, seen in keys)  # FLOPs forward; backward computes them again: 2.5 times
     forward, backward = moved_bytes(cfg, low, DTYPES[train.residual_dtype].itemsize, merged)
     V, C = model.head_weight.shape
     chunks = math.ceil(N / default_chunk(N, V, dtype, "cuda"))
-    muon, adamw = (owned(optimizers, kind) for kind in (Muon, AdamW))
     n_cast, n = sum(rows * columns for (_, columns), rows in shapes.items()), sum(p.numel() for p in model.parameters())
-    step = (20 * sum(p.numel() for p in muon) + 28 * sum(p.numel() for p in adamw) + 12 * n) / moved  # 12: clipping
-    step += newton_schulz_flops(muon) / peak + IDLE
+    step = sum(size * sum(p.numel() for p in owned(optimizers, kind)) for kind, size in STEPPED.items())
+    step = (step + CLIPPED * n) / moved + newton_schulz_flops(owned(optimizers, Muon)) / peak + IDLE
     around = n_cast * (4 + low + low + 8) + V * C * 12 + N * C * (8 + 12 + 24)  # casts, sums; lookups, the last norm
     return {
         "block matmuls": (3 + again) * sum(matmul(rows, columns) for (_, columns), rows in shapes.items()),

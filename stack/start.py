@@ -22,16 +22,21 @@ def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
     if (cfg.init_from == "scratch" or cfg.checkpoint) and cfg.seq_len > model_cfg.max_seq_len:  # else the source's
         found.append(f"seq_len ({cfg.seq_len}) is more than max_seq_len ({model_cfg.max_seq_len}). "
                      "Lower the first or raise the second.")
+    return found + batch_problems(cfg, dp_size)
+
+
+def batch_problems(cfg: TrainConfig, dp_size: int) -> list[str]:
+    """Why a step's tokens cannot be divided over micro batches and `dp_size` whole models; empty when they can."""
     row = cfg.seq_len * dp_size
     unit = row * cfg.micro_batch_size
-    if cfg.batch_tokens % unit:
-        below, above = cfg.batch_tokens // unit * unit, -(-cfg.batch_tokens // unit) * unit
-        micro = next((n for n in range(cfg.micro_batch_size, 0, -1) if cfg.batch_tokens % (row * n) == 0), None)
-        found.append(f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
-                     f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size} = {unit}). Set it to "
-                     f"{' or '.join(str(n) for n in (below, above) if n)}"
-                     f"{f', or micro_batch_size to {micro}' if micro else ''}.")
-    return found
+    if cfg.batch_tokens % unit == 0:
+        return []
+    below, above = cfg.batch_tokens // unit * unit, -(-cfg.batch_tokens // unit) * unit
+    micro = next((n for n in range(cfg.micro_batch_size, 0, -1) if cfg.batch_tokens % (row * n) == 0), None)
+    return [f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
+            f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size} = {unit}). Set it to "
+            f"{' or '.join(str(n) for n in (below, above) if n)}"
+            f"{f', or micro_batch_size to {micro}' if micro else ''}."]
 
 
 def shortened(cfg: TrainConfig, say) -> TrainConfig:

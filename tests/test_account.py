@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from stack.train_config import TrainConfig
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py")
                  if not path.name.startswith("data_"))  # recipes of prepare.py
+GPUS = "|".join(roofline.GPUS)
 SHAPES = {"stack": {}, "gpt2": GPT2, "untied": dict(tie_embeddings=False), "wide heads": dict(head_dim=32)}
 
 
@@ -286,7 +288,7 @@ def test_hours_of_20b_tokens():
 def test_the_roofline_is_its_parts(path):
     """Tokens a second and hours are those of the parts' sum; MFU is what train.py would log."""
     cfg, train = settings(path)
-    a = account.account(cfg, train)
+    a, fp32 = account.account(cfg, train), account.account(cfg, replace(train, dtype="float32"))
     for name, gpu in a["gpus"].items():
         line = gpu["roofline"]
         seconds = sum(line["micro_step_ms"].values()) / 1e3
@@ -294,6 +296,7 @@ def test_the_roofline_is_its_parts(path):
         assert line["hours"] == pytest.approx(a["tokens"] / line["tok_per_s"] / 3600)
         flops = a["flops_doc_masked" if train.doc_mask else "flops_causal"]
         assert line["mfu"] * account.PEAK_TFLOPS[name] * 1e12 == pytest.approx(line["tok_per_s"] * flops)
+        assert fp32["gpus"][name]["roofline"]["mfu"] is None  # train.py knows no peak for it
         assert 0 < line["mfu"] < 1 and all(ms > 0 for ms in line["micro_step_ms"].values())
         for share, hours in gpu["hours"].items():  # of no estimate, but at a given share: what --help says of them
             assert hours * 3600 * float(share[:-1]) / 100 * gpu["peak_tflops"] * 1e12 == pytest.approx(
@@ -322,6 +325,96 @@ def test_a_gpu_with_endless_bandwidth_multiplies_only(monkeypatch):
     assert again["attention"] == pytest.approx(4.5 * forward)
     assert again["block matmuls"] == pytest.approx(4 / 3 * whole["block matmuls"])
     assert sum(twice.values()) == pytest.approx(2 * sum(whole.values()), rel=1e-3)
+    kept = parts(remat="selective")
+    assert (kept["block matmuls"], kept["attention"]) == (whole["block matmuls"], whole["attention"])
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """moved(cfg, dtype, settings ...): bytes of each part on a GPU that multiplies in no time, of 4 x 32 tokens; with
+    one micro batch a step, but for what is said."""
+    monkeypatch.setitem(roofline.GPUS, "H100", (80, 1, 1e9, 1e9, 1e9))
+    monkeypatch.setattr(roofline, "IDLE", 0.0)
+    monkeypatch.setattr(roofline, "MOVED", 1.0)
+
+    def bytes_of(cfg, dtype=torch.bfloat16, optimizer="muon", **changes):
+        train = TrainConfig(**dict(seq_len=32, micro_batch_size=4, batch_tokens=128) | changes)
+        model = build(cfg)
+        parts = roofline.micro_step(model, make_optimizers(model, optimizer=optimizer), train, "H100", dtype=dtype,
+                                    mean_doc_len=1000)
+        return {name: seconds * 1e9 for name, seconds in parts.items()}
+    return bytes_of
+
+
+def matmul_bytes(groups, low=2):
+    """What linears move, forward and two times backward, of 128 tokens; each group's are one."""
+    return 3 * low * sum(128 * (sum(m.out_features for m in group) + group[0].in_features)
+                         + sum(m.weight.numel() for m in group) for group in groups)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_step_reads_and_writes_what_its_optimizer_keeps(moved, optimizer):
+    """Per parameter, in fp32: the gradient for its norm, in and out to be clipped, in once more; weight and moments in
+    and out.  Divided over a step's micro batches."""
+    cfg = tiny_config()
+    one, two = (moved(cfg, optimizer=optimizer, batch_tokens=n)["rest"] for n in (128, 256))
+    a = priced(cfg, optimizer=optimizer)
+    gradient, weight, moments = 4 * 4 * a["total"], 2 * 4 * a["total"], a["train_state_bytes"] - 8 * a["total"]
+    assert 2 * (one - two) == pytest.approx(gradient + weight + 2 * moments)
+
+
+@pytest.mark.parametrize("settings", [dict(dtype=torch.float32), dict(dp="fsdp"), dict(tp=2)], ids=str)
+def test_linears_are_merged_where_the_compiler_merges_them(moved, settings):
+    """compiled.merge_linears: those of one input, in 16 bits, where weights are whole; else each is a matmul by itself,
+    and leaves a gradient of its input."""
+    cfg = tiny_config()
+    blocks = [(block.attn, block.mlp) for block in build(cfg).blocks]
+    low = settings.get("dtype", torch.bfloat16).itemsize
+    merged = [group for attn, mlp in blocks for group in
+              ((attn.wq, attn.wk, attn.wv), (attn.wo,), (mlp.w_gate, mlp.w_up), (mlp.w_down,))]
+    alone = [(linear,) for group in merged for linear in group]
+    together, apart = moved(cfg), moved(cfg, **settings)
+    assert together["block matmuls"] == pytest.approx(matmul_bytes(merged))
+    assert apart["block matmuls"] == pytest.approx(matmul_bytes(alone, low))
+    if low == 2:
+        saved = 3 * cfg.d_model - 2 * cfg.n_kv_heads * cfg.head_dim  # three gradients less, that of v copied
+        assert apart["pointwise and norms"] - together["pointwise and norms"] == pytest.approx(
+            128 * cfg.n_layers * low * saved)
+
+
+def test_a_second_gate_is_merged_too(moved, monkeypatch):
+    """All of an MLP but w_down read the norm, whatever a fork calls them."""
+    class Gated(Block):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.mlp.w_gate2 = torch.nn.Linear(cfg.d_model, cfg.d_ff, bias=False)
+    plain = moved(tiny_config())
+    monkeypatch.setattr(model_py, "Block", Gated)
+    gates = [block.mlp.w_gate2 for block in build(tiny_config()).blocks]
+    more = matmul_bytes([(gate,) for gate in gates]) - 3 * 2 * 128 * sum(gate.in_features for gate in gates)
+    assert moved(tiny_config())["block matmuls"] - plain["block matmuls"] == pytest.approx(more)
+
+
+@pytest.mark.parametrize("remat", ["selective", "block"])
+def test_recomputation_moves_the_forward_part_again(moved, remat):
+    cfg = tiny_config()
+    forward, backward = roofline.moved_bytes(cfg, 2, 4, merged=True)
+    once, again = (moved(cfg, remat=kind)["pointwise and norms"] for kind in ("none", remat))
+    assert once == pytest.approx(128 * cfg.n_layers * (forward + backward))
+    assert again - once == pytest.approx(128 * cfg.n_layers * forward)
+
+
+def test_biases_and_rotation_move_what_they_are():
+    """A bias' gradient is one more look at what its linear's output gets; layers without rotation rotate nothing."""
+    cfg = tiny_config(n_layers=4)
+    linears = [m for m in build(cfg).blocks[0].modules() if isinstance(m, torch.nn.Linear)]
+    plain, biased = (roofline.moved_bytes(replace(cfg, bias=bias), 2, 4, merged=True) for bias in (False, True))
+    assert biased == (plain[0], plain[1] + 2 * sum(m.out_features for m in linears))
+    for qk_norm in (False, True):
+        all_, half, none = (sum(roofline.moved_bytes(replace(cfg, nope_every=n, qk_norm=qk_norm), 2, 4, merged=True))
+                            for n in (0, 2, 1))
+        qk = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim
+        assert all_ - none == 2 * (all_ - half) == 2 * 2 * qk * (1 if qk_norm else 2)
 
 
 @pytest.mark.parametrize("mean_len", [500, 1000])
@@ -350,11 +443,52 @@ def test_every_config_states_its_cost_in_four_lines(path):
 
 
 @pytest.mark.parametrize("path, ranks", [("configs/stack100m.py", 1), ("configs/stack100m_24gb.py", 1),
-                                         ("configs/gpt2.py", 8)])
+                                         ("configs/stack100m_chat.py", 1), ("configs/gpt2.py", 8)])
 def test_hours_in_a_configs_head_are_the_rooflines(path, ranks):
-    said = re.findall(r"(A100|H100|H200|RTX 4090) (\d+) h", (ROOT / path).read_text(encoding="utf-8"))
+    said = re.findall(rf"({GPUS}) ([\d.]+)(?=,| h)", (ROOT / path).read_text(encoding="utf-8").split("\n\n")[0])
     gpus = account.account(*settings(path))["gpus"]
-    assert said and all(int(hours) == round(gpus[name]["roofline"]["hours"] / ranks) for name, hours in said)
+    assert said and all(hours == f"{gpus[name]['roofline']['hours'] / ranks:.1f}" for name, hours in said)
+
+
+def test_hours_of_the_whole_story_are_the_rooflines():
+    """runs/speedrun.sh: its three trainings on an H100, and on an RTX 4090 at the micro batch that it says."""
+    text = " ".join((ROOT / "runs/speedrun.sh").read_text(encoding="utf-8").replace("\n# ", " ").split())
+    h100, rtx = ([account.account(*settings(f"configs/{name}.py", *flags))["gpus"][gpu]["roofline"]["hours"]
+                  for name in ("stack100m", "stack100m_anneal", "stack100m_chat")]
+                 for gpu, flags in (("H100", []), ("RTX 4090", ["--micro_batch_size=8"])))
+    base, anneal, chat = (f"{hours:.1f}" for hours in h100)
+    total = float(base) + float(anneal) + float(chat)  # of what is printed
+    assert f"H100 {total:.1f} hours at the least: {base} for the run, {anneal} to anneal it, {chat} for" in text
+    base, anneal, chat = (f"{hours:.1f}" for hours in rtx)
+    assert "--micro_batch_size=8" in text
+    assert f"RTX 4090 {sum(rtx):.0f} hours at the least: {base}, {anneal} and {chat}." in text
+
+
+def test_the_pages_have_the_tables_of_the_roofline():
+    """docs/gpu.md: a row a GPU, each at a micro batch that fits it; README.md: the hours of the run."""
+    page, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/gpu.md", "README.md"))
+    for name, path in dict.fromkeys(roofline.GPUS, "configs/stack100m.py").items() | {
+            ("RTX 4090", "configs/stack100m_24gb.py")}:
+        cfg, train = settings(path)
+        a = account.account(cfg, train)
+        row = re.search(rf"^  {name} +(.*\d)$", account.tables(a, cfg, train), re.MULTILINE)[1].split()
+        fits = a["train_peak_bytes"]["compiled"] < 0.9e9 * a["gpus"][name]["memory_gb"]
+        assert (f"| {name} | {' | '.join((f'{train.micro_batch_size}', *row))} |" in page) == fits
+        assert name == "H200" or not fits or f"{name} {row[-1]} h" in " ".join(readme.split())
+
+
+def test_what_the_assumptions_are_worth(monkeypatch):
+    """docs/gpu.md: hours of an H100 where each assumption is a fifth lower."""
+    page, cfg, plain = (ROOT / "docs/gpu.md").read_text(encoding="utf-8"), *settings("configs/stack100m.py")
+    memory, bandwidth, share, ahead, back = roofline.GPUS["H100"]
+    for what, gpu, moved in (("share of the peak", (memory, bandwidth, 0.8 * share, ahead, back), 0.85),
+                             ("attention", (memory, bandwidth, share, 0.8 * ahead, 0.8 * back), 0.85),
+                             ("bandwidth", (memory, bandwidth, share, ahead, back), 0.8 * 0.85),
+                             ("all", (memory, bandwidth, 0.8 * share, 0.8 * ahead, 0.8 * back), 0.8 * 0.85)):
+        monkeypatch.setitem(roofline.GPUS, "H100", gpu)
+        monkeypatch.setattr(roofline, "MOVED", moved)
+        hours = account.account(cfg, plain)["gpus"]["H100"]["roofline"]["hours"]
+        assert re.search(rf"^\| {what}.*\| {hours:.1f} h \|$", page, re.MULTILINE), (what, hours)
 
 
 @pytest.mark.parametrize("path", CONFIGS)
@@ -370,7 +504,7 @@ def test_the_tables_hold_the_figures_and_fit_a_terminal(path):
 
 def test_wrong_flags_end_with_one_message(capsys, monkeypatch):
     for flags in (["configs/nothing.py"], ["--n_layer=3"], ["--n_kv_heads=3"], ["--seq_len=4096"],
-                  ["--mean_doc_len=0"]):
+                  ["--mean_doc_len=0"], ["--micro_batch_size=7"], ["--tp=3"]):
         monkeypatch.setattr(sys, "argv", ["account.py", *flags])
         with pytest.raises(SystemExit) as stopped:
             account.main()

@@ -69,7 +69,18 @@ def test_format_follows_the_device(machine):
     assert pick_dtype("auto", pick_device("auto")) == torch.float32
 
 
+@pytest.mark.parametrize("name, device, bf16, said", [
+    ("bfloat16", CUDA, False, True), ("bfloat16", CUDA, True, False), ("auto", CUDA, False, False),
+    ("float16", CUDA, False, False), ("bfloat16", CPU, False, False)])
+def test_an_emulated_format_is_said(machine, recwarn, name, device, bf16, said):
+    """The full-size configs name bfloat16: on a card without it one is told what to set, and gets what was named."""
+    machine(gpus=1, bf16=bf16)
+    assert pick_dtype(name, device) == (torch.float16 if name in ("auto", "float16") else torch.bfloat16)
+    assert ["--dtype=float16" in str(w.message) for w in recwarn] == [True] * said
+
+
 def test_named_formats(machine):
+    machine(gpus=1)
     assert pick_dtype("bfloat16", CPU) == torch.bfloat16 and pick_dtype("float16", CPU) == torch.float16
     assert pick_dtype("float32", CUDA) == torch.float32
     with pytest.raises(ValueError, match="float16 needs loss scaling"):

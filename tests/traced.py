@@ -174,7 +174,7 @@ def compile_only() -> list[tuple[list, dict[str, int]]]:
 
 def main():
     if torch.version.cuda is None or not torch.cuda.is_available():
-        sys.exit("tests/traced.py: needs PyTorch's build for CUDA and tests/no_cuda.c before it: make trace")
+        sys.exit("tests/traced.py: needs PyTorch's build for CUDA and LD_PRELOAD of tests/no_cuda.c: make trace")
     graphs = compile_only()
     fp32, bf16 = torch.float32, torch.bfloat16
     rows = [trace(graphs, compile, documents, fp32) for compile in (False, True) for documents in (False, True)]
