@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -115,6 +116,8 @@ def run_row(command: list[str], row: str, timeout: float | None = None, cache: s
             run = subprocess.Popen([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
                                    env={**os.environ, "TMPDIR": fresh, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
+            # what it started may hold its output open after it
+            threading.Thread(target=lambda: (run.wait(), end_group(run)), daemon=True).start()
             try:
                 out, err = run.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
