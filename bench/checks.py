@@ -79,8 +79,8 @@ def _plain(ours, model_cfg, device) -> tuple:
         return plain, loss_of, {}
     own = copy.deepcopy(ours)
     return own, lambda x, y, docs: own(x, y, docs=docs), dict(
-        beside="eager model.py in fp32: it was changed, and plain PyTorch does not have "
-               f"{', '.join(changed[:3])}{', ...' * (len(changed) > 3)} as it has")
+        beside="eager model.py in fp32: it was changed, or set to what plain PyTorch does not know, which lacks or has "
+               f"otherwise {', '.join(changed[:3])}{', ...' * (len(changed) > 3)}")
 
 
 def _name(name: str) -> str:

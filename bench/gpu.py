@@ -72,6 +72,7 @@ TINY = ["--vocab_size=512", "--d_model=64", "--n_layers=2", "--n_heads=4", "--n_
 LEARNING = 0.25  # of the time, at least
 MEAN_DOC_LEN = 1000  # tokens of a document, as account.py's, whose milliseconds stand beside these
 NO_TIME = dict(left_out="no time left")
+LONGEST = 150  # seconds for a process, but for learning's
 DAY = 24 * 60  # minutes, at most
 KINDS = {  # a kernel's or operator's part by its name, the first that fits
     "attention": r"flash|fmha|attention|attn|flex|triton_tem",
@@ -415,12 +416,12 @@ def note(x) -> str:
     told = {key: f"{value:.3g}" for key, value in x.items() if key not in columns and type(value) in (int, float)}
     if x["row"] == "log":
         told = {key: f"{x[key]:.3g}" for key in ("step", "loss", "tok_per_s", "val_bpb") if x.get(key) is not None}
-    if "ok" in x:  # reasons first
-        columns = {"bench", "part", "row", "what", "device", "torch", "time", "unwritten"}
-        told = {key: value if isinstance(value, str) else ", ".join(map(str, value)) for key, value in x.items()
-                if key not in columns and isinstance(value, (str, list)) and value} | told
+    facts = {"bench", "part", "row", "what", "device", "torch", "time", "unwritten"}
+    reasons = {} if "ok" not in x else {
+        key: value if isinstance(value, str) else ", ".join(map(str, value)) for key, value in x.items()
+        if isinstance(value, (str, list)) and value and key not in facts and (not x["ok"] or key == "beside")}
     return {True: "as it should: ", False: "WRONG: "}.get(x.get("ok"), "") + uncompiled + ", ".join(
-        f"{key} {value}" for key, value in told.items())
+        f"{key} {value}" for key, value in (reasons | told).items())
 
 
 def derived(x, told, batch_tokens: int) -> dict:
@@ -447,17 +448,23 @@ def together(args, device, part: str, command: list[str], names: list[str], seco
         except OSError:
             folder = args.folder
         limits = [f"--minutes={max(left - 30, 5) / 60}", f"--folder={folder}"]  # 30: to save, and to end
-        ended = run_row([*command, *limits], ";".join(names), timeout=left if part == "learning" else min(left, 150),
-                        cache=cache)
+        ended = run_row([*command, *limits], ";".join(names), cache=cache,
+                        timeout=left if part == "learning" else min(left, LONGEST))
         unwritten = ended.get("before", [])
         args.unwritten += unwritten
         done = {line["row"] for line in read_log(args.results)[before:] + unwritten}
         if "failed" in ended and (without := [name for name in names if name not in done]):
-            append(args, device, part, without[0], failed=ended["failed"])
+            append(args, device, part, without[0], **(
+                NO_TIME if part != "learning" and cut_short(ended, left) else dict(failed=ended["failed"])))
             done.add(without[0])
         names = [name for name in names if name not in done]
     for name in names:
         append(args, device, part, name, **NO_TIME)
+
+
+def cut_short(ended: dict, left: float) -> bool:
+    """Whether a row was given up because the minutes were over, not because it hung."""
+    return left < LONGEST and ended.get("failed", "").startswith("not ready")
 
 
 def ending(told, results: str) -> str:
@@ -486,8 +493,12 @@ def run(args, device) -> bool:
     device = torch.device("cpu") if device.type == "mps" else device  # of --tiny
     Path(args.results).parent.mkdir(parents=True, exist_ok=True)
     before, args.unwritten, told, start = len(read_log(args.results)), [], [], time.monotonic()
-    say = functools.partial(print, "bench:", file=sys.stderr, flush=True)
-    say(f"{machine(device)}, {args.minutes:g} minutes{', --tiny' * args.tiny}, results are appended to {args.results}")
+
+    def say(*words, file=sys.stderr):  # into a file, perhaps, on a disk that is full
+        with contextlib.suppress(OSError):
+            print(*words, file=file, flush=True)
+    say(f"bench: {machine(device)}, {args.minutes:g} minutes{', --tiny' * args.tiny}, results are appended to "
+        f"{args.results}")
 
     def seconds_left(part):
         return args.minutes * 60 * (1 if part == "learning" else 1 - LEARNING) - (time.monotonic() - start)
@@ -496,14 +507,15 @@ def run(args, device) -> bool:
         new = read_log(args.results)[before + len(told) - sum("unwritten" in line for line in told):]
         for line in new + args.unwritten[sum("unwritten" in line for line in told):]:
             if "unwritten" in line and not any("unwritten" in other for other in told):
-                say(f"{args.results} cannot be written ({line['unwritten']}): its lines go to stdout instead")
+                say(f"bench: {args.results} cannot be written ({line['unwritten']}): its lines go to stdout instead")
             told.append(line)
             if args.json or "unwritten" in line:
-                print(json.dumps(line), flush=True)
-            say(f"{time.monotonic() - start:4.0f} s  {line['part']}: {line.get('what', line['row'])}: "
+                say(json.dumps(line), file=sys.stdout)
+            say(f"bench: {time.monotonic() - start:4.0f} s  {line['part']}: {line.get('what', line['row'])}: "
                 f"{note(line)[:300] or 'done'}")
     try:
         append(args, device, "machine", "machine", **machine_facts(device))
+        tell()
         for part, what, command, name in plan(args, device):
             left = functools.partial(seconds_left, part)
             if not isinstance(command, dict) and command[0] == "gpu":
@@ -511,12 +523,13 @@ def run(args, device) -> bool:
             elif isinstance(command, dict) or left() <= 5:
                 append(args, device, part, what=what, row=name, **(command if isinstance(command, dict) else NO_TIME))
             else:
-                x = run_row(command, name, timeout=min(left(), 150), cache=cache)
-                append(args, device, part, what=what, **derived(x, told, batch_tokens))
+                x = run_row(command, name, timeout=min(at := left(), LONGEST), cache=cache)
+                x = dict(row=name, **NO_TIME) if cut_short(x, at) else derived(x, told, batch_tokens)
+                append(args, device, part, what=what, **x)
             tell()
     except KeyboardInterrupt:
-        print(f"\nbench: stopped. The lines so far are in {args.results}; the same command begins anew and appends to "
-              "it.", file=sys.stderr)
+        say(f"\nbench: stopped. The lines so far are in {args.results}; the same command begins anew and appends to "
+            "it.")
         sys.exit(130)
     if not args.json:
         print_table(device, f"One card, {args.repeats} repeats", {
@@ -525,5 +538,5 @@ def run(args, device) -> bool:
             "ms": lambda x: x["seconds"] * 1e3 if "what" in x and "seconds" in x else None, "MFU": "mfu%",
             "of the matmul rate": "of_gemm%", "of the bandwidth": "of_bandwidth%", "peak MiB": "peak_mib",
             "note": note}, [line for line in told if line["part"] != "machine" and line["row"] != "log"])
-    say(ending(told, args.results))
+    say(f"bench: {ending(told, args.results)}")
     return any("failed" in line or line.get("ok") is False and "left_out" not in line for line in told)

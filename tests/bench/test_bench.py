@@ -533,9 +533,10 @@ def test_gpu_of_a_changed_model(monkeypatch):
 def test_gpu_reasons_are_shown():
     """Why a check is wrong stands before its numbers; an error's first line has the next behind it where it names
     nothing."""
-    line = dict(row="resume to the bit", differ=["embed.weight"], said="torn", error=float("nan"), device="x", ok=False)
+    line = dict(row="losses", differ=["embed.weight"], said="torn", error=float("nan"), device="x", ok=False)
     assert gpu.note(line) == "WRONG: differ embed.weight, said torn, error nan"
     assert measure.beginning("E: loading GPT:\n\tUnexpected key w2.\n\tMore.") == "E: loading GPT: Unexpected key w2."
+    assert gpu.note(line | dict(ok=True)) == "as it should: error nan"
     assert measure.beginning("E: broke\nat length") == "E: broke"
 
 
@@ -574,6 +575,16 @@ def test_gpu_says_where_and_how_it_ended(script, monkeypatch):
     assert "1 (attention) WRONG, 1 (ceilings) failed, 1 (step by parts) left out" in last
     monkeypatch.setattr(gpu, "run_row", lambda *args, **_: exec("raise KeyboardInterrupt"))
     assert run()[0] == 130 and "gpu.jsonl; the same command begins anew and appends" in run.err
+
+
+def test_gpu_rows_cut_short(script, monkeypatch):
+    """A row that the end of the minutes cuts short has not failed; one that hangs has."""
+    run, _ = script
+    monkeypatch.setattr(gpu, "run_row", lambda command, row, **_: dict(row=row, failed="not ready after 7 s"))
+    code, lines = run("--minutes=0.15")
+    assert code == 1 and [line["row"] for line in lines if "failed" in line] == ["learning"]
+    assert all(line["left_out"] == "no time left" for line in lines[1:-1])
+    assert all("failed" in line for line in run()[1][1:])
 
 
 def test_gpu_plan_for_older_cards(monkeypatch):
