@@ -299,13 +299,14 @@ def plan(args, device) -> list[tuple[str, str, list[str] | dict, str]]:
     rows, T, how = sequences(device), cfg.seq_len, "eager" if args.tiny else "compiled"
     common = [f"--repeats={args.repeats}", f"--device={device}"]
     without = no_bfloat16(args, device) if device.type == "cuda" else {}
+    auto = ["--dtype=auto"] * (device.type == "cuda")  # older cards would emulate the default, bf16
     gpu = ["gpu", *common, "--results", args.results, *["--tiny"] * args.tiny, *args.settings]
     right, first = list(CHECKS), ["ceilings", "step by parts", "blocks, separate linears", "blocks, bf16 stream"]
     later = [row for row in (*MEASURED, *(ON_A_CARD if device.type == "cuda" else ())) if row not in first]
     alone = right.index("resume to the bit")  # first in its process: cuBLAS reads once whether to be deterministic
 
     def step(what, *changes, row="ours", rows=rows):
-        command = ["step", *common, f"--mean_doc_len={MEAN_DOC_LEN}", "--seq_len=2048", *args.settings,
+        command = ["step", *common, f"--mean_doc_len={MEAN_DOC_LEN}", "--seq_len=2048", *auto, *args.settings,
                    f"--micro_batch_size={rows}", *changes]
         return "fast", f"step, {rows} x {T}, {what}{f', {row}' * (row != 'ours')}", command, row
     recipe_is = ["--doc_mask=true", "--optimizer=muon"]
