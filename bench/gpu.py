@@ -62,7 +62,8 @@ from stack.log import read_log
 from stack.optim import make_optimizers
 
 FLAGS = {
-    "--minutes": dict(type=float, default=8, help="what does not fit in is left out, which is said and no failure: exit code 0 (8)"),
+    "--minutes": dict(type=float, default=8, help="what does not fit in is left out, said, and leaves the exit "
+                                                  "code 0 (8)"),
     "--results": dict(default="out/gpu.jsonl", help="file to which results are appended (out/gpu.jsonl)"),
     "--tiny": dict(action="store_true", help="all of it at a size for a CPU, two to four minutes: whether the script "
                                              "works"),

@@ -106,7 +106,7 @@ def choose(args, rows: list[str]) -> list[str]:
 
 def run_row(command: list[str], row: str, timeout: float | None = None, cache: str | None = None) -> dict:
     """What `bench COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails; "before":
-    the objects that it printed before that one.
+    the lines of `bench gpu` that it printed before that one.
 
     cache: a folder for what was compiled, where the first call's time does not matter.  What else the process leaves in
     the folder for temporary files goes with it.
@@ -122,23 +122,32 @@ def run_row(command: list[str], row: str, timeout: float | None = None, cache: s
                 out, err = run.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
                 end_group(run)
-                return dict(before=objects(run.communicate()[0]), row=row, failed=f"not ready after {timeout:.0f} s")
+                return dict(row=row, failed=f"not ready after {timeout:.0f} s", **printed(run.communicate()[0]))
             finally:
                 end_group(run)
     except OSError as error:  # no place for its files, no process
         return dict(row=row, failed=f"{type(error).__name__}: {error}")
-    before = objects(out)
     if run.returncode:
         lines = err.strip().splitlines() or [f"exit code {run.returncode}"]
         raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception): |bench: ", line)]
-        return dict(before=before, row=row, failed=beginning("\n".join(lines[raised[-1] if raised else -1:])))
+        failed = beginning("\n".join(lines[raised[-1] if raised else -1:]))
+        if run.returncode < 0 and err.strip():  # killed: what it said last need not be why
+            failed = f"exit code {run.returncode}, said last: {lines[-1]}"
+        return dict(row=row, failed=failed, **printed(out))
     for line in err.splitlines():
         if "compiled" in line and "Warning" in line:  # a row that says compiled and is not
             print(f"bench: row {row!r}: {line}", file=sys.stderr)
-    result = before.pop()
+    *before, last = out.splitlines()
+    result = json.loads(last) | printed("\n".join(before))
     if result.get("compiled") is False:
         print(f"bench: row {row!r}: nothing is compiled", file=sys.stderr)
-    return result | (dict(before=before) if before else {})
+    return result
+
+
+def printed(text: str) -> dict:
+    """before: a row's lines of `bench gpu` that found no place in its file; or nothing."""
+    before = [line for line in objects(text) if line.get("bench") == "gpu"]
+    return dict(before=before) if before else {}
 
 
 def end_group(run):
