@@ -7,7 +7,7 @@
     python -m bench head                        the loss head, forward and backward
     python -m bench head --chunks               ours over chunk sizes: where default_chunk's byte budget comes from
     python -m bench growth                      time and memory over context, batch, vocabulary, depth: six minutes
-    python -m bench gpu                         on one card, eight minutes: right, fast, learning; --tiny: a try
+    python -m bench gpu                         on one card, eight minutes: right, fast, learning; --tiny: on a CPU
 
 Each prints a table for docs/, or with --json one object a line.  How a row is measured is in measure.py, what its
 limits are in the bench's own file, of whom the peers are in peers.py.  Other people's packages are rows where they are
@@ -22,6 +22,7 @@ build that fits it; litgpt without its pins, which would lower the others; llama
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 
@@ -31,6 +32,7 @@ try:
     import torch
 
     from bench import gpu, growth, head, prepare, sample, step
+    from bench.measure import listening, uncompiled
     from stack.device import pick_device
 except ModuleNotFoundError as error:
     not_installed(error)
@@ -66,8 +68,13 @@ def main():
         device = torch.device("cpu") if bench is prepare else pick_device(args.device)
         args.folder = args.folder or folder
         if not args.row:
+            for name in ("SIGTERM", "SIGHUP"):  # by way of run_row, which ends what it started
+                if signal.getsignal(ending := getattr(signal, name, signal.SIGTERM)) == signal.SIG_DFL:
+                    signal.signal(ending, lambda number, _: sys.exit(128 + number))
             sys.exit(bench.run(args, device))  # 1 where a row failed
-        print(json.dumps(bench.row(args, device)))
+        with listening() as heard:
+            result = bench.row(args, device)
+        print(json.dumps(result | uncompiled(heard)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ the order of its worth, the machine first:
                installed here
 
 What runs does so in processes of its own, under a time limit, with one cache of compiled code: what fails, hangs or
-takes the card's context with it is a line too, and the rest goes on.
+takes the card's context with it is a line too, and the rest goes on.  Exit code 1: something failed or is not as it
+should be; what was left out, for want of time or because the card cannot do it, is said and is no failure.
 """
 
 import contextlib
@@ -20,8 +21,10 @@ import functools
 import importlib.util
 import itertools
 import json
+import os
 import platform
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -37,7 +40,17 @@ import torch
 
 from bench.checks import CHECKS, attention_ways, random_batch
 from bench.head import head_inputs, head_rows
-from bench.measure import copy_rate, matmul_rate, print_table, read_rate, run_row, seconds
+from bench.measure import (
+    beginning,
+    copy_rate,
+    listening,
+    matmul_rate,
+    print_table,
+    read_rate,
+    run_row,
+    seconds,
+    uncompiled,
+)
 from bench.step import settings, step_rows
 from model import GPT
 from stack import compiled, twins
@@ -49,13 +62,19 @@ from stack.log import read_log
 from stack.optim import make_optimizers
 
 FLAGS = {
-    "--minutes": dict(type=float, default=8, help="what does not fit in is left out, and said (8)"),
+    "--minutes": dict(type=float, default=8, help="what does not fit in is left out, said, and leaves the exit "
+                                                  "code 0 (8)"),
     "--results": dict(default="out/gpu.jsonl", help="file to which results are appended (out/gpu.jsonl)"),
-    "--tiny": dict(action="store_true", help="all of it at a size for a CPU, a minute: whether the script works"),
+    "--tiny": dict(action="store_true", help="all of it at a size for a CPU, two to four minutes: whether the script "
+                                             "works"),
 }
 TINY = ["--vocab_size=512", "--d_model=64", "--n_layers=2", "--n_heads=4", "--n_kv_heads=2", "--head_dim=16",
         "--d_ff=128", "--seq_len=64", "--max_seq_len=64", "--compile=false"]
 LEARNING = 0.25  # of the time, at least
+MEAN_DOC_LEN = 1000  # tokens of a document, as account.py's, whose milliseconds stand beside these
+NO_TIME = dict(left_out="no time left")
+LONGEST = 150  # seconds for a process, but for learning's
+DAY = 24 * 60  # minutes, at most
 KINDS = {  # a kernel's or operator's part by its name, the first that fits
     "attention": r"flash|fmha|attention|attn|flex|triton_tem",
     "matmuls": r"gemm|nvjet|cutlass|xmma|cublas|aten::\w*mm\b", "the rest": ""}
@@ -72,6 +91,13 @@ def recipe(args, device):
     """Settings of configs/stack100m.py's step, at this device's micro batch."""
     return settings(args, "--seq_len=2048", "--doc_mask=true", "--optimizer=muon", "--dtype=auto",
                     f"--micro_batch_size={sequences(device)}")
+
+
+def no_bfloat16(args, device) -> dict:
+    """What a row of the bf16 stream says where matmuls are in another format: then nothing is rounded."""
+    dtype = pick_dtype(recipe(args, device)[1].dtype, device)
+    return {} if dtype == torch.bfloat16 else dict(
+        left_out=f"the matmuls are in {str(dtype).removeprefix('torch.')} here, and the bf16 stream needs bfloat16")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,7 +138,7 @@ def compiled_model(args, device):
     if cfg.compile:
         torch._dynamo.reset()  # else it finds the program of another row
         twins.compile_blocks(model, device)
-    x, y, docs = random_batch(model_cfg, cfg.micro_batch_size, cfg.seq_len, device)
+    x, y, docs = random_batch(model_cfg, cfg.micro_batch_size, cfg.seq_len, device, MEAN_DOC_LEN)
 
     def blocks():
         with autocast(device, dtype):
@@ -150,6 +176,8 @@ def separate_linears(args, device) -> dict:
 
 def rounded_stream(args, device) -> dict:
     """The blocks of "step by parts" with --residual_dtype=bfloat16."""
+    if not args.tiny and (without := no_bfloat16(args, device)):
+        return without
     model, *_, blocks = compiled_model(args, device)
     round_residual(model, torch.bfloat16)
     return dict(blocks_ms=median_ms(blocks, args, device))
@@ -159,7 +187,7 @@ def attention(way: str, args, device) -> dict:
     """Forward and backward of one layer's attention, laid out as in a block."""
     model_cfg, cfg = recipe(args, device)
     B, T, H, K, D = cfg.micro_batch_size, cfg.seq_len, model_cfg.n_heads, model_cfg.n_kv_heads, model_cfg.head_dim
-    docs, dtype = random_batch(model_cfg, B, T, device)[2], pick_dtype(cfg.dtype, device)
+    docs, dtype = random_batch(model_cfg, B, T, device, MEAN_DOC_LEN)[2], pick_dtype(cfg.dtype, device)
     q, k, v = (torch.randn(B, T, n, D, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
                for n in (H, K, K))
     call = attention_ways(docs, H != K)[way]
@@ -208,17 +236,20 @@ def learning(args, device) -> dict:
     texts = (path.read_text(errors="ignore") for path in itertools.islice(
         (library / "json" if args.tiny else library).rglob("*.py"), 1000))
     learned_tokenizer(texts, model_cfg.vocab_size).save(folder)
-    prepared = subprocess.run(
-        [sys.executable, "prepare.py", *map(str, sources), "--tokenizer", str(folder), "--out", str(folder / "data"),
-         "--val_fraction", "0.1" if args.tiny else "0.01", "--max_bytes", "200e6", "--skip_bad"],
-        cwd=ROOT, capture_output=True, text=True, timeout=max(end - time.monotonic(), 1))
+    try:
+        prepared = subprocess.run(
+            [sys.executable, "prepare.py", *map(str, sources), "--tokenizer", str(folder), "--out",
+             str(folder / "data"), "--val_fraction", "0.1" if args.tiny else "0.01", "--max_bytes", "200e6",
+             "--skip_bad"], cwd=ROOT, capture_output=True, text=True, timeout=max(end - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        return NO_TIME
     if prepared.returncode:
         raise RuntimeError(prepared.stderr.strip().splitlines()[-1])
     steps = ["--max_steps=30", "--eval_interval=10", "--warmup_steps=5"] if args.tiny else [
         "--max_steps=1000000", "--eval_interval=100", "--warmup_steps=50",
         "--muon_lr=2e-3", "--adamw_lr=6e-3"]  # of a short run: no rule knows how far the minutes reach
-    command = [sys.executable, "train.py", "configs/stack100m.py", *args.settings, *steps, "--doc_mask=true",
-               f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'run'}", f"--device={device}",
+    command = [sys.executable, "train.py", "configs/stack100m.py", "--dtype=auto", *args.settings, *steps,
+               "--doc_mask=true", f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'run'}", f"--device={device}",
                f"--micro_batch_size={cfg.micro_batch_size}", "--schedule=wsd", "--decay_fraction=0",
                f"--batch_tokens={2 * cfg.micro_batch_size * cfg.seq_len}", "--log_interval=10", "--save_interval=0",
                "--sample_interval=0", "--eval_first", f"--eval_tokens={64 * cfg.seq_len}"]
@@ -229,7 +260,7 @@ def learning(args, device) -> dict:
             while True:
                 code = run.poll()
                 for line in read_log(folder / "run/log.jsonl")[len(told):]:
-                    append(args, device, "learning", "log", **line)
+                    append(args, device, "learning", "log", run_seconds=line.pop("seconds", None), **line)
                     told.append(line)
                 if code is not None:
                     break
@@ -240,13 +271,16 @@ def learning(args, device) -> dict:
         finally:
             run.kill()
         said.seek(0)
-        last = said.read().strip().splitlines()[-1:]
+        words = said.read().strip().splitlines()
     held_out = [line["val_bpb"] for line in told if "val_bpb" in line]
     speeds = [line["tok_per_s"] for line in told if "tok_per_s" in line]
     seen = dict(bits_per_byte_first=held_out[0] if held_out else None, bits_per_byte=held_out[-1] if held_out else None,
-                tok_per_s=speeds[-1] if speeds else None, tokens=told[-1].get("tokens") if told else 0)
+                tok_per_s=speeds[-1] if speeds else None, tokens=told[-1].get("tokens") if told else 0,
+                **uncompiled([line.removeprefix("train.py: ") for line in words]))
+    if stopping and len(held_out) < 2:  # nothing to compare with, whatever it was stopped in
+        return seen | NO_TIME
     if code:
-        seen["failed"] = f"train.py ended with {code}: {''.join(last)}"
+        seen["failed"] = f"train.py ended with {code}: {''.join(words[-1:])}"
     return seen | dict(ok=not code and len(held_out) > 1 and held_out[-1] < held_out[0])
 
 
@@ -259,19 +293,22 @@ MEASURED = {"ceilings": ceilings, "step by parts": step_by_parts, "blocks, separ
 ON_A_CARD = {f"attention, {way}": functools.partial(attention, way) for way in ("flex", "varlen")}
 
 
-def plan(args, device) -> list[tuple[str, str, list[str], str]]:
+def plan(args, device) -> list[tuple[str, str, list[str] | dict, str]]:
     """(part, what, command, row), the most telling first; the rows of command gpu with semicolons between them
-    share a process."""
+    share a process.  In place of a command: why there is none."""
     model_cfg, cfg = recipe(args, device)
     rows, T, how = sequences(device), cfg.seq_len, "eager" if args.tiny else "compiled"
     common = [f"--repeats={args.repeats}", f"--device={device}"]
+    without = no_bfloat16(args, device) if device.type == "cuda" else {}
+    auto = ["--dtype=auto"] * (device.type == "cuda")  # older cards would emulate the default, bf16
     gpu = ["gpu", *common, "--results", args.results, *["--tiny"] * args.tiny, *args.settings]
     right, first = list(CHECKS), ["ceilings", "step by parts", "blocks, separate linears", "blocks, bf16 stream"]
     later = [row for row in (*MEASURED, *(ON_A_CARD if device.type == "cuda" else ())) if row not in first]
     alone = right.index("resume to the bit")  # first in its process: cuBLAS reads once whether to be deterministic
 
     def step(what, *changes, row="ours", rows=rows):
-        command = ["step", *common, "--seq_len=2048", *args.settings, f"--micro_batch_size={rows}", *changes]
+        command = ["step", *common, f"--mean_doc_len={MEAN_DOC_LEN}", "--seq_len=2048", *auto, *args.settings,
+                   f"--micro_batch_size={rows}", *changes]
         return "fast", f"step, {rows} x {T}, {what}{f', {row}' * (row != 'ours')}", command, row
     recipe_is = ["--doc_mask=true", "--optimizer=muon"]
     head = ["head", *common, f"--n_tokens={rows * T}", f"--d_model={model_cfg.d_model}",
@@ -282,8 +319,13 @@ def plan(args, device) -> list[tuple[str, str, list[str], str]]:
     sample = ["sample", *common, "--batch=64", *args.settings]
     if args.tiny:
         sample += ["--prompt_tokens=4", "--new_tokens=5", "--prefill_tokens=8"]
+    first_right, compiling = right[:alone], 0  # with --tiny two checks compile, where there is a compiler
+    if args.tiny and not any(x.startswith("--compile") for x in args.settings[len(TINY):]):
+        compiling = 2 * bool(shutil.which(os.environ.get("CXX", "c++")))
+    rounded = step("documents, Muon, bf16 stream", *recipe_is, "--residual_dtype=bfloat16", "--dtype=bfloat16")
     return [
-        ("right", "", gpu, ";".join(right[:alone])),
+        *[("right", "", [*gpu, "--compile=true"], ";".join(first_right[:compiling]))] * bool(compiling),
+        ("right", "", gpu, ";".join(first_right[compiling:])),
         ("fast", "", gpu, ";".join(first)),
         step("documents, Muon: the recipe", *recipe_is),
         ("right", "", gpu, ";".join(right[alone:])),
@@ -293,19 +335,33 @@ def plan(args, device) -> list[tuple[str, str, list[str], str]]:
         ("fast", "sample, batch 1 and 64", sample, "ours bf16"),
         *(("fast", f"head, {rows * T} tokens, {row}", head, row) for row in ("ours", *theirs, "naive" if args.tiny else
                                                                       "compiled naive")),
-        step("documents, Muon, bf16 stream", *recipe_is, "--residual_dtype=bfloat16", "--dtype=bfloat16"),
+        rounded[:2] + (without, rounded[3]) if without else rounded,
         step("documents, Muon, remat selective", *recipe_is, "--remat=selective"),
         *(step("AdamW", row=row, rows=rows // 2) for row in peers[2:]),
         ("learning", "", gpu, "learning")]
 
 
-def append(args, device, part: str, row: str, **seen) -> dict:
-    """One more line in the file."""
+def append(args, device, part: str, row: str, **seen):
+    """One more line in the file; where it cannot be written, in args.unwritten of the process that prints the table."""
     line = dict(bench="gpu", part=part, row=row, **seen, device=machine(device), torch=torch.__version__,
                 time=time.strftime("%Y-%m-%d %H:%M:%S"))
-    with open(args.results, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-    return line
+    try:
+        write(args.results, json.dumps(line) + "\n")
+    except OSError as error:
+        line["unwritten"] = f"{type(error).__name__}: {error}"
+        if args.row:
+            print(json.dumps(line), flush=True)  # read by the one that started this process
+        else:
+            args.unwritten.append(line)
+
+
+def write(path, text: str):
+    """Append all of the text or nothing: half a line would spoil the next one."""
+    with open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        if file.write(text.encode()) < len(text.encode()):
+            file.truncate(before)
+            raise OSError("no room for a whole line")
 
 
 def row(args, device) -> dict:
@@ -314,11 +370,14 @@ def row(args, device) -> dict:
     fast = MEASURED | ON_A_CARD
     for name in args.row.split(";"):
         part = "right" if name in CHECKS else "fast" if name in fast else "learning"
+        torch.compiler.set_stance("default")  # each tries for itself whether something compiles
         try:
-            append(args, device, part, name, **({**CHECKS, **fast, "learning": learning}[name])(args, device))
+            with listening() as heard:
+                seen = {**CHECKS, **fast, "learning": learning}[name](args, device)
+            seen |= uncompiled(heard)  # a check of what is compiled has then checked nothing
+            append(args, device, part, name, **seen | (dict(ok=False) if part == "right" and uncompiled(heard) else {}))
         except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            append(args, device, part, name, failed=f"{type(error).__name__}: {said}")
+            append(args, device, part, name, failed=beginning(f"{type(error).__name__}: {error}"))
             break
     return dict(row=args.row)
 
@@ -346,18 +405,25 @@ def machine_facts(device) -> dict:
 
 def note(x) -> str:
     """What a line has to say besides its columns."""
-    if "failed" in x:
-        return x["failed"]
+    for key in ("failed", "left_out"):
+        if key in x:
+            return x[key]
+    uncompiled = "NOT COMPILED: " * (x.get("compiled") is False)
     if "optimizer_seconds" in x:
-        return f"first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
+        return f"{uncompiled}first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
     if x.get("batch_tok_per_s"):
-        return f"batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill {x['prefill_tok_per_s']:,.0f}"
+        return (f"{uncompiled}batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill "
+                f"{x['prefill_tok_per_s']:,.0f}")
     columns = {"tok_per_s", "seconds", "seconds_min", "seconds_max", "peak_mib", "of_gemm", "of_bandwidth", "mfu"}
-    told = {key: value for key, value in x.items() if key not in columns and type(value) in (int, float)}
+    told = {key: f"{value:.3g}" for key, value in x.items() if key not in columns and type(value) in (int, float)}
     if x["row"] == "log":
-        told = {key: x[key] for key in ("step", "loss", "tok_per_s", "val_bpb") if x.get(key) is not None}
-    return {True: "as it should: ", False: "WRONG: "}.get(x.get("ok"), "") + ", ".join(
-        f"{key} {value:.3g}" for key, value in told.items())
+        told = {key: f"{x[key]:.3g}" for key in ("step", "loss", "tok_per_s", "val_bpb") if x.get(key) is not None}
+    facts = {"bench", "part", "row", "what", "device", "torch", "time", "unwritten"}
+    reasons = {} if "ok" not in x else {
+        key: value if isinstance(value, str) else ", ".join(map(str, value)) for key, value in x.items()
+        if isinstance(value, (str, list)) and value and key not in facts and (not x["ok"] or key == "beside")}
+    return {True: "as it should: ", False: "WRONG: "}.get(x.get("ok"), "") + uncompiled + ", ".join(
+        f"{key} {value}" for key, value in (reasons | told).items())
 
 
 def derived(x, told, batch_tokens: int) -> dict:
@@ -378,51 +444,101 @@ def derived(x, told, batch_tokens: int) -> dict:
 def together(args, device, part: str, command: list[str], names: list[str], seconds_left, cache: str):
     """The functions of these names in one process, in another one again from where it ended too early."""
     while names and (left := seconds_left()) > 5:
-        before, folder = len(read_log(args.results)), tempfile.mkdtemp(dir=args.folder)
+        before = len(read_log(args.results))
+        try:
+            folder = tempfile.mkdtemp(dir=args.folder)
+        except OSError:
+            folder = args.folder
         limits = [f"--minutes={max(left - 30, 5) / 60}", f"--folder={folder}"]  # 30: to save, and to end
-        ended = run_row([*command, *limits], ";".join(names), timeout=left if part == "learning" else min(left, 150),
-                        cache=cache)
-        done = {line["row"] for line in read_log(args.results)[before:]}
+        ended = run_row([*command, *limits], ";".join(names), cache=cache,
+                        timeout=left if part == "learning" else min(left, LONGEST))
+        unwritten = ended.get("before", [])
+        args.unwritten += unwritten
+        done = {line["row"] for line in read_log(args.results)[before:] + unwritten}
         if "failed" in ended and (without := [name for name in names if name not in done]):
-            append(args, device, part, without[0], failed=ended["failed"])
+            append(args, device, part, without[0], **(
+                NO_TIME if part != "learning" and cut_short(ended, left) else dict(failed=ended["failed"])))
             done.add(without[0])
         names = [name for name in names if name not in done]
     for name in names:
-        append(args, device, part, name, failed="no time left")
+        append(args, device, part, name, **NO_TIME)
+
+
+def cut_short(ended: dict, left: float) -> bool:
+    """Whether a row was given up because the minutes were over, not because it hung."""
+    return left < LONGEST and ended.get("failed", "").startswith("not ready")
+
+
+def ending(told, results: str) -> str:
+    """In a line: where they are, how many rows are as they should be, which are not."""
+    rows = [line for line in told if line["part"] != "machine" and line["row"] != "log"]
+
+    def named(chosen):
+        return f"{len(chosen)}{f' ({names})' if (names := ', '.join(x.get('what', x['row']) for x in chosen)) else ''}"
+    wrong, failed, left = ([x for x in rows if holds(x)] for holds in (
+        lambda x: x.get("ok") is False and not {"failed", "left_out"} & {*x}, lambda x: "failed" in x,
+        lambda x: "left_out" in x))
+    return (f"{results}: {len(rows) - len(wrong) - len(failed) - len(left)} rows as they should be, {named(wrong)} "
+            f"WRONG, {named(failed)} failed, {named(left)} left out")
 
 
 def run(args, device) -> bool:
     args.settings = [*TINY * args.tiny, *args.settings]
     args.repeats = min(args.repeats, 2) if args.tiny else args.repeats
     args.results = str(Path(args.results).absolute())
+    batch_tokens, cache = settings(args)[1].batch_tokens, str(Path(args.folder) / "compiled")
+    if not 0 < args.minutes <= DAY:
+        raise ValueError(f"--minutes is {args.minutes:g}; it must be more than 0 and at most {DAY}.")
+    if device.type != "cuda" and args.device != "cpu" and not args.tiny:
+        raise ValueError("there is no GPU here that PyTorch can use with CUDA, and at full size a CPU takes a minute "
+                         "and more for a step. --tiny tries the script on a CPU; --device=cpu insists.")
+    device = torch.device("cpu") if device.type == "mps" else device  # of --tiny
     Path(args.results).parent.mkdir(parents=True, exist_ok=True)
-    batch_tokens, cache = recipe(args, device)[1].batch_tokens, str(Path(args.folder) / "compiled")
-    told, before, start = [], len(read_log(args.results)), time.monotonic()
+    before, args.unwritten, told, start = len(read_log(args.results)), [], [], time.monotonic()
+
+    def say(*words, file=sys.stderr):  # into a file, perhaps, on a disk that is full
+        with contextlib.suppress(OSError):
+            print(*words, file=file, flush=True)
+    say(f"bench: {machine(device)}, {args.minutes:g} minutes{', --tiny' * args.tiny}, results are appended to "
+        f"{args.results}")
 
     def seconds_left(part):
         return args.minutes * 60 * (1 if part == "learning" else 1 - LEARNING) - (time.monotonic() - start)
 
     def tell():
-        for line in read_log(args.results)[before + len(told):]:
+        new = read_log(args.results)[before + len(told) - sum("unwritten" in line for line in told):]
+        for line in new + args.unwritten[sum("unwritten" in line for line in told):]:
+            if "unwritten" in line and not any("unwritten" in other for other in told):
+                say(f"bench: {args.results} cannot be written ({line['unwritten']}): its lines go to stdout instead")
             told.append(line)
-            if args.json:
-                print(json.dumps(line), flush=True)
-            print(f"bench: {time.monotonic() - start:4.0f} s  {line['part']}: {line.get('what', line['row'])}: "
-                  f"{note(line)[:300] or 'done'}", file=sys.stderr)
-    append(args, device, "machine", "machine", **machine_facts(device))
-    for part, what, command, name in plan(args, device):
-        left = functools.partial(seconds_left, part)
-        if command[0] == "gpu":
-            together(args, device, part, command, name.split(";"), left, cache)
-        else:
-            x = run_row(command, name, timeout=min(left(), 150), cache=cache) if left() > 5 else dict(
-                row=name, failed="no time left")
-            append(args, device, part, what=what, **derived(x, told, batch_tokens))
+            if args.json or "unwritten" in line:
+                say(json.dumps(line), file=sys.stdout)
+            say(f"bench: {time.monotonic() - start:4.0f} s  {line['part']}: {line.get('what', line['row'])}: "
+                f"{note(line)[:300] or 'done'}")
+    try:
+        append(args, device, "machine", "machine", **machine_facts(device))
         tell()
+        for part, what, command, name in plan(args, device):
+            left = functools.partial(seconds_left, part)
+            if not isinstance(command, dict) and command[0] == "gpu":
+                together(args, device, part, command, name.split(";"), left, cache)
+            elif isinstance(command, dict) or left() <= 5:
+                append(args, device, part, what=what, row=name, **(command if isinstance(command, dict) else NO_TIME))
+            else:
+                x = run_row(command, name, timeout=min(at := left(), LONGEST), cache=cache)
+                x = dict(row=name, **NO_TIME) if cut_short(x, at) else derived(x, told, batch_tokens)
+                append(args, device, part, what=what, **x)
+            tell()
+    except KeyboardInterrupt:
+        say(f"\nbench: stopped. The lines so far are in {args.results}; the same command begins anew and appends to "
+            "it.")
+        sys.exit(130)
     if not args.json:
         print_table(device, f"One card, {args.repeats} repeats", {
             "": lambda x: x.get("what", x["row"]), "tokens/s": "tok_per_s",
+            f"tokens/s, steps of {batch_tokens:,}": "whole_step_tok_per_s",
             "ms": lambda x: x["seconds"] * 1e3 if "what" in x and "seconds" in x else None, "MFU": "mfu%",
             "of the matmul rate": "of_gemm%", "of the bandwidth": "of_bandwidth%", "peak MiB": "peak_mib",
             "note": note}, [line for line in told if line["part"] != "machine" and line["row"] != "log"])
-    return any("failed" in line or line.get("ok") is False for line in told)
+    say(f"bench: {ending(told, args.results)}")
+    return any("failed" in line or line.get("ok") is False and "left_out" not in line for line in told)

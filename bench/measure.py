@@ -15,11 +15,14 @@ import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -102,24 +105,95 @@ def choose(args, rows: list[str]) -> list[str]:
 
 
 def run_row(command: list[str], row: str, timeout: float | None = None, cache: str | None = None) -> dict:
-    """What `bench COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails.
+    """What `bench COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails; "before":
+    the lines of `bench gpu` that it printed before that one.
 
     cache: a folder for what was compiled, where the first call's time does not matter.  What else the process leaves in
     the folder for temporary files goes with it.
     """
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as fresh:
-            done = subprocess.run([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, timeout=timeout,
-                                  capture_output=True, text=True,
-                                  env={**os.environ, "TMPDIR": fresh, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
-    except subprocess.TimeoutExpired:
-        return dict(row=row, failed=f"not ready after {timeout:.0f} s")
-    if done.returncode:
-        return dict(row=row, failed=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    for line in done.stderr.splitlines():
+            run = subprocess.Popen([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
+                                   env={**os.environ, "TMPDIR": fresh, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
+            # what it started may hold its output open after it
+            threading.Thread(target=lambda: (run.wait(), end_group(run)), daemon=True).start()
+            try:
+                out, err = run.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                end_group(run)
+                return dict(row=row, failed=f"not ready after {timeout:.0f} s", **printed(run.communicate()[0]))
+            finally:
+                end_group(run)
+    except OSError as error:  # no place for its files, no process
+        return dict(row=row, failed=f"{type(error).__name__}: {error}")
+    if run.returncode:
+        lines = err.strip().splitlines() or [f"exit code {run.returncode}"]
+        raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception): |bench: ", line)]
+        failed = beginning("\n".join(lines[raised[-1] if raised else -1:]))
+        if run.returncode < 0 and err.strip():  # killed: what it said last need not be why
+            failed = f"exit code {run.returncode}, said last: {lines[-1]}"
+        return dict(row=row, failed=failed, **printed(out))
+    for line in err.splitlines():
         if "compiled" in line and "Warning" in line:  # a row that says compiled and is not
             print(f"bench: row {row!r}: {line}", file=sys.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    *before, last = out.splitlines()
+    result = json.loads(last) | printed("\n".join(before))
+    if result.get("compiled") is False:
+        print(f"bench: row {row!r}: nothing is compiled", file=sys.stderr)
+    return result
+
+
+def printed(text: str) -> dict:
+    """before: a row's lines of `bench gpu` that found no place in its file; or nothing."""
+    before = [line for line in objects(text) if line.get("bench") == "gpu"]
+    return dict(before=before) if before else {}
+
+
+def end_group(run):
+    """Kill a row's process, and what it started: where it was killed itself, nothing else would end that."""
+    with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):  # the last: Windows has none
+        os.killpg(run.pid, signal.SIGKILL)
+    run.kill()
+
+
+def objects(text: str) -> list[dict]:
+    """Those of the lines that are JSON objects: train.py, too, writes into a row's output."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found += [json.loads(line)] if line.startswith("{") else []
+    return found
+
+
+def beginning(text: str) -> str:
+    """An error's first line, and the following ones where it only announces them: \"... in loading state_dict:\"."""
+    told = []
+    for line in text.strip().splitlines():
+        told.append(line.strip())
+        if not line.rstrip().endswith(":") or len(told) == 4:
+            break
+    return " ".join(told)
+
+
+@contextlib.contextmanager
+def listening():
+    """A list of what is warned of meanwhile, as text, which is then shown as ever."""
+    heard, seen = [], []
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", UserWarning)
+            yield heard
+    finally:
+        for warning in seen:
+            if str(warning.message) not in heard:
+                heard.append(str(warning.message))
+                warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def uncompiled(heard: list[str]) -> dict:
+    """compiled=False where compiling was tried, failed, and was gone on without; else nothing."""
+    return dict(compiled=False) if any(re.match("nothing (is|can be) compiled", text) for text in heard) else {}
 
 
 def run_rows(args, device, rows: list[str], table, derive=None, cache: str | None = None, **facts) -> bool:

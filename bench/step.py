@@ -34,8 +34,8 @@ from stack.optim import make_optimizers
 from stack.train_config import TrainConfig
 
 DEFAULTS = ["--seq_len=1024", "--micro_batch_size=2", "--optimizer=adamw", "--doc_mask=false", "--dtype=bfloat16"]
-FLAGS = {}
 DOCUMENT = 500  # tokens of one, on average
+FLAGS = {"--mean_doc_len": dict(type=int, default=DOCUMENT, help=f"tokens of a document, on average ({DOCUMENT})")}
 
 
 def settings(args, *defaults: str) -> tuple[ModelConfig, TrainConfig]:
@@ -89,20 +89,20 @@ class Watch:
                     step_mib=None if self.above is None else round(self.above + weights / 2**20, 1))
 
 
-def write_data(folder, model_cfg: ModelConfig, cfg: TrainConfig, different: int | None = None):
-    """A data set of random tokens, in documents of DOCUMENT on average; of `different` ones it can be learned."""
+def write_data(folder, model_cfg: ModelConfig, cfg: TrainConfig, mean: int = DOCUMENT, different: int | None = None):
+    """A data set of random tokens, in documents of `mean` on average; of `different` ones it can be learned."""
     words, rng = peers.made_tokenizer(model_cfg.vocab_size), np.random.default_rng(0)
     n, end = 64 * cfg.micro_batch_size * cfg.seq_len + 1, words.boundary_id  # special tokens have the last ids
-    ids = np.where(rng.random(n) < 1 / DOCUMENT, end, rng.integers(0, different or end, n))
+    ids = np.where(rng.random(n) < 1 / mean, end, rng.integers(0, different or end, n))
     facts = dict(fingerprint=words.fingerprint, vocab_size=words.vocab_size)
     entry = write_shard(Path(folder) / "train_000000.bin", ids, **facts)
     write_meta(folder, sources=[], boundary_id=end, splits={"train": [{**entry, "documents": 0, "bytes": 0}]}, **facts)
     words.save(folder)
 
 
-def needed_flops(model_cfg: ModelConfig, cfg: TrainConfig) -> int:
+def needed_flops(model_cfg: ModelConfig, cfg: TrainConfig, mean: int) -> int:
     """Of a token, forward and backward; under document masks without what they hide."""
-    flops = flops_per_token(model_cfg, cfg.seq_len, DOCUMENT if cfg.doc_mask else None)
+    flops = flops_per_token(model_cfg, cfg.seq_len, mean if cfg.doc_mask else None)
     return flops.get("doc_masked", flops["causal"])
 
 
@@ -154,11 +154,12 @@ def peer_steps(args, model_cfg: ModelConfig, cfg: TrainConfig, device) -> list[d
 
 def row(args, device) -> dict:
     (model_cfg, cfg), peer = settings(args), args.row.split(" ")[0]
+    mean = getattr(args, "mean_doc_len", DOCUMENT)  # growth has no such flag
     import torch._inductor.compile_fx  # noqa: F401 (the compiler's own memory is no row's)
     if peer in ("transformers", "litgpt"):
         importlib.import_module(peer)
     cfg = replace(cfg, data_dir=tempfile.mkdtemp())
-    write_data(cfg.data_dir, model_cfg, cfg)
+    write_data(cfg.data_dir, model_cfg, cfg, mean)
     watch = Watch(device, 2 + args.repeats)
     with register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after):
         lines = our_steps(args, model_cfg, cfg) if peer == "ours" else peer_steps(args, model_cfg, cfg, device)
@@ -167,7 +168,7 @@ def row(args, device) -> dict:
         row=args.row, tok_per_s=cfg.micro_batch_size * cfg.seq_len / statistics.median(times), **spread(times),
         first_seconds=lines[0]["step_ms"] / 1e3 - watch.looking, loss=lines[0]["loss"], **watch.seen(),
         data_wait=statistics.median(line["data_wait"] for line in lines[-args.repeats:]),
-        flops_per_token=needed_flops(peers.gpt2_shape(model_cfg) if peer == "GPT-2" else model_cfg, cfg))
+        flops_per_token=needed_flops(peers.gpt2_shape(model_cfg) if peer == "GPT-2" else model_cfg, cfg, mean))
 
 
 def run(args, device) -> bool:
@@ -175,9 +176,10 @@ def run(args, device) -> bool:
     rows, dtype = choose(args, step_rows(cfg)), pick_dtype(cfg.dtype, device)
     rate, peak = matmul_rate(device, dtype), peak_flops(device, dtype)
     dtype = str(dtype).removeprefix("torch.")
-    floor = dict(row="floor: the matmuls", tok_per_s=rate / needed_flops(model_cfg, cfg))
+    floor = dict(row="floor: the matmuls", tok_per_s=rate / needed_flops(model_cfg, cfg, args.mean_doc_len))
+    masks = f"on, {args.mean_doc_len} tokens on average" if cfg.doc_mask else "off"
     what = (f"Training step, {cfg.micro_batch_size} x {cfg.seq_len} tokens, {cfg.optimizer} (peers: adamw), {dtype}, "
-            f"document masks {'on' if cfg.doc_mask else 'off'}, matmuls {rate / 1e9:,.0f} GFLOP/s, median of "
+            f"document masks {masks}, matmuls {rate / 1e9:,.0f} GFLOP/s, median of "
             f"{args.repeats}")
 
     def derive(x):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -9,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import runs
@@ -18,6 +21,7 @@ from conftest import ROOT, tiny_config
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import model
+from account import AccountConfig
 from bench import __main__ as bench
 from bench import checks, gpu, head, measure, peers, prepare, sample, step
 from model import GPT
@@ -152,7 +156,8 @@ def here(monkeypatch, capsys, tmp_path, request):
                 return dict(row=row, failed=f"{type(error).__name__}: {error}")
             finally:
                 sys.argv = argv  # a row that is train.py has its own
-        return json.loads(out.buffer.getvalue().splitlines()[-1])
+        *before, last = measure.objects(out.buffer.getvalue().decode())
+        return last | (dict(before=before) if before else {})
 
     def call(*argv):
         code = 0
@@ -359,8 +364,8 @@ def script(here, monkeypatch, tmp_path):
 
     def call(*flags):
         before = len(gpu.read_log(results))
-        code, out, err = here("gpu", "--tiny", "--device=cpu", f"--results={results}", *flags)
-        assert "Traceback" not in err
+        code, call.out, call.err = here("gpu", "--tiny", "--device=cpu", f"--results={results}", *flags)
+        assert "Traceback" not in call.err
         return code, gpu.read_log(results)[before:]
     return call, broken
 
@@ -380,8 +385,8 @@ def test_gpu_goes_on_where_a_part_fails(script):
         assert {line["row"] for line in lines if "failed" in line} == broken
         assert all(line["failed"].endswith(f"{line['row']} broke") for line in lines if line["row"] in broken)
         broken.clear()
-    code, lines = run("--minutes=0")
-    assert code == 1 and {line.get("failed") for line in lines[1:]} == {"no time left"} and len(lines) == len(whole)
+    code, lines = run("--minutes=0.05")
+    assert code == 0 and {line.get("left_out") for line in lines[1:]} == {"no time left"} and len(lines) == len(whole)
 
 
 def test_gpu_where_a_process_dies(script, monkeypatch):
@@ -405,8 +410,8 @@ def test_gpu_where_a_process_dies(script, monkeypatch):
     assert [line["row"] for line in lines if "failed" in line] == ["document masks"]
 
 
-def wrong_decoding(model):
-    model.decoder = lambda model, cache, docs: lambda ids: twins.plain_step(model, cache, docs)(ids) * 1.02
+def wrong_decoding(model, times=1.02):
+    model.decoder = lambda model, cache, docs: lambda ids: twins.plain_step(model, cache, docs)(ids) * times
 
 
 def wrong_start(self, *args, start_seq=0, begin=Batches.__init__, **options):
@@ -432,8 +437,9 @@ WRONG = {  # check -> what makes it wrong
         q, k, v, None)),
     "loss head": (checks.head, "head_rows", lambda device: {
         "ours": lambda hidden, weight, targets, chunk: 1.001 * head.naive(hidden, weight, targets)}),
-    "decoding": (twins, "fast_decoding", wrong_decoding),
-    "id out of range": (checks, "fused_linear_cross_entropy", lambda *args: torch.zeros(())),
+    "decoding": (twins.decode.Step, "__call__", lambda self, ids, right=twins.decode.Step.__call__: (  # is put aside
+        right(self, ids) * 1.02)),
+    "id out of range": (checks, "fused_linear_cross_entropy", lambda *args: torch.zeros((), requires_grad=True)),
     "resume to the bit": (Batches, "__init__", wrong_start),
     "losses of the CPU": (checks, "_trained", wrong_run),
     "one rank": (checks, "parallelize", wrong_part),
@@ -446,9 +452,190 @@ def test_gpu_checks_see_what_is_wrong(name, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(*WRONG[name])
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # decoding's, to which it goes over: a minute
     args = argparse.Namespace(settings=[*gpu.TINY, f"--compile={str(name == 'decoding').lower()}"])
     assert checks.CHECKS[name](args, torch.device("cpu"))["ok"] is False
     torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("name", ["flagship step", "document masks"])
+def test_gpu_checks_of_what_is_compiled(name, monkeypatch):
+    """That all twins are equal, which is said too, is as it should be; one that is put aside is not."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    args = argparse.Namespace(settings=[*gpu.TINY, "--compile=true"])
+    seen = checks.CHECKS[name](args, torch.device("cpu"))
+    assert seen["ok"] and seen["said"] == []
+    monkeypatch.setattr(twins, "BOUND", -1)
+    seen = checks.CHECKS[name](args, torch.device("cpu"))
+    assert not seen["ok"] and "does not compute" in seen["said"][0]
+
+
+def test_gpu_says_that_nothing_is_compiled(here, monkeypatch, tmp_path):
+    """In the line of each row that tried, which for a check is wrong; a row that compiles nothing says nothing."""
+    broken = type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"})
+
+    def compile(function, **_):
+        def call(*args, **options):
+            raise broken("no compiler")
+        return call
+    monkeypatch.setattr(torch, "compile", compile)
+    flags = [*gpu.TINY, "--compile=true", "--device=cpu", "--repeats=1"]
+    names = ["flagship step", "step by parts", "losses of the CPU", "attention"]
+    measure.run_row(["gpu", *flags, "--tiny", "--results", str(tmp_path / "gpu.jsonl")], ";".join(names))
+    lines = {line["row"]: line for line in gpu.read_log(tmp_path / "gpu.jsonl")}
+    assert [lines[name].get("compiled") for name in names] == [False] * 3 + [None]
+    assert [lines[name].get("ok") for name in names] == [False, None, False, True]
+    assert gpu.note(lines["flagship step"]).startswith("WRONG: NOT COMPILED: ")
+    torch.compiler.set_stance("default")
+    assert measure.run_row(["step", *flags], "ours")["compiled"] is False
+
+
+def test_gpu_sees_nan(monkeypatch):
+    """Beside numbers that are right, max would pass it over."""
+    nan, cpu, args = float("nan"), torch.device("cpu"), argparse.Namespace(settings=[*gpu.TINY])
+    assert checks.worst([1.0, nan, 2.0]) != checks.worst([1.0, nan, 2.0]) and checks.worst([1.0, 3.0, 2.0]) == 3
+    monkeypatch.setattr(twins, "fast_decoding", functools.partial(wrong_decoding, times=nan))
+    seen = checks.decoding(argparse.Namespace(settings=[*gpu.TINY, "--compile=true"]), cpu)
+    assert seen["ok"] is False and "logit_error nan" in gpu.note(dict(row="decoding", **seen))
+    runs_of = {"there": [1.0, nan, 1.0], "here": [1.0, 1.0, 1.0]}
+    monkeypatch.setattr(checks, "_trained", lambda model_cfg, cfg, out_dir, **_: [
+        dict(loss=loss, grad_norm=1.0) for loss in runs_of[out_dir.rpartition("/")[2]]])
+    assert checks.losses(args, cpu)["ok"] is False
+    right = checks.kernels.attention
+    monkeypatch.setattr(checks.kernels, "attention", lambda *args: right(*args) * nan)
+    assert checks.attention(args, cpu)["ok"] is False
+
+
+def test_gpu_target_outside_with_gradients(monkeypatch):
+    """Named, but gradients are damaged: wrong."""
+    def refuse(hidden, weight, targets, then=0.0):
+        hidden.grad = torch.full_like(hidden, then)
+        raise ValueError("target 64 is outside")
+    args = argparse.Namespace(settings=gpu.TINY)
+    for then, ok in ((0.0, True), (float("nan"), False)):
+        monkeypatch.setattr(checks, "fused_linear_cross_entropy", functools.partial(refuse, then=then))
+        assert checks.outside(args, torch.device("cpu"))["ok"] is ok
+
+
+def test_gpu_of_a_changed_model(monkeypatch):
+    """A second gate: plain PyTorch cannot stand beside it, model.py itself can, and the line names what was changed."""
+    def __init__(self, cfg, begin=model.MLP.__init__):
+        begin(self, cfg)
+        self.w_gate2 = torch.nn.Linear(cfg.d_model, cfg.d_ff, bias=False)
+    monkeypatch.setattr(model.MLP, "__init__", __init__)
+    monkeypatch.setattr(model.MLP, "forward", lambda self, x: self.w_down(
+        self.w_gate(x).sigmoid() * self.w_gate2(x) * self.w_up(x)))
+    seen = checks.flagship(argparse.Namespace(settings=gpu.TINY), torch.device("cpu"))
+    assert seen["ok"] and "blocks.0.w_gate2.weight" in seen["beside"]
+    assert "w_gate2" in gpu.note(dict(row="flagship step", **seen))
+
+
+def test_gpu_reasons_are_shown():
+    """Why a check is wrong stands before its numbers; an error's first line has the next behind it where it names
+    nothing."""
+    line = dict(row="losses", differ=["embed.weight"], said="torn", error=float("nan"), device="x", ok=False)
+    assert gpu.note(line) == "WRONG: differ embed.weight, said torn, error nan"
+    assert measure.beginning("E: loading GPT:\n\tUnexpected key w2.\n\tMore.") == "E: loading GPT: Unexpected key w2."
+    assert gpu.note(line | dict(ok=True)) == "as it should: error nan"
+    assert measure.beginning("E: broke\nat length") == "E: broke"
+
+
+def test_gpu_on_a_full_disk(script, monkeypatch):
+    """What cannot be written is printed, the table at the end as ever; said once."""
+    run, _ = script
+    code, whole = run()
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(gpu, "write", full)
+    code, lines = run()
+    assert (code, lines) == (0, []) and run.err.count("cannot be written") == 1
+    assert [line["row"] for line in measure.objects(run.out)] == [line["row"] for line in whole]
+    assert {*checks.CHECKS, "ceilings", "learning"} <= {*table(run.out)}
+
+
+def test_gpu_writes_whole_lines(tmp_path):
+    """A line for which there is no room leaves nothing behind."""
+    limited = ("import resource, sys; from bench.gpu import write; "
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
+               "write(sys.argv[1], 'x' * 70 + '\\n'); write(sys.argv[1], 'y' * 70 + '\\n')")
+    done = subprocess.run([sys.executable, "-c", limited, tmp_path / "lines"], cwd=ROOT, capture_output=True, text=True)
+    assert "OSError" in done.stderr and (tmp_path / "lines").read_text() == "x" * 70 + "\n"
+
+
+def test_gpu_says_where_and_how_it_ended(script, monkeypatch):
+    """The device, the minutes and the file first; at the end how many rows are as they should be, and which are not."""
+    run, broken = script
+    broken |= {"ceilings"}
+    monkeypatch.setitem(gpu.CHECKS, "attention", lambda args, device: dict(ok=False))
+    monkeypatch.setitem(gpu.MEASURED, "step by parts", lambda args, device: dict(left_out="no bf16"))
+    assert run()[0] == 1
+    first, *_, last = run.err.splitlines()
+    assert "1 core" in first and " 8 minutes" in first and "gpu.jsonl" in first
+    assert "1 (attention) WRONG, 1 (ceilings) failed, 1 (step by parts) left out" in last
+    monkeypatch.setattr(gpu, "run_row", lambda *args, **_: exec("raise KeyboardInterrupt"))
+    assert run()[0] == 130 and "gpu.jsonl; the same command begins anew and appends" in run.err
+
+
+def test_gpu_rows_cut_short(script, monkeypatch):
+    """A row that the end of the minutes cuts short has not failed; one that hangs has."""
+    run, _ = script
+    monkeypatch.setattr(gpu, "run_row", lambda command, row, **_: dict(row=row, failed="not ready after 7 s"))
+    code, lines = run("--minutes=0.15")
+    assert code == 1 and [line["row"] for line in lines if "failed" in line] == ["learning"]
+    assert all(line["left_out"] == "no time left" for line in lines[1:-1])
+    assert all("failed" in line for line in run()[1][1:])
+
+
+def test_gpu_plan_for_older_cards(monkeypatch):
+    """Without bf16 in the matmuls, rows of the bf16 stream say so; documents are as long as account.py's."""
+    args = argparse.Namespace(settings=[], tiny=False, repeats=2, results="x")
+    assert gpu.MEAN_DOC_LEN == AccountConfig.mean_doc_len
+    monkeypatch.setattr(gpu, "sequences", lambda device: 8)
+    monkeypatch.setattr(gpu, "pick_dtype", lambda name, device: torch.float16)
+    planned = gpu.plan(args, torch.device("cuda"))
+    assert [command["left_out"][:30] for *_, command, _ in planned if isinstance(command, dict)] == [
+        "the matmuls are in float16 her"]
+    assert "bfloat16" in gpu.rounded_stream(args, torch.device("cpu"))["left_out"]
+    steps = [command for *_, command, _ in planned if "step" in command]
+    assert steps and all({"--mean_doc_len=1000", "--dtype=auto"} <= {*command} for command in steps)
+
+
+def test_gpu_learning_out_of_time(monkeypatch, tmp_path):
+    """Stopped before there are two evaluations it has learned nothing wrong; its log's seconds are the run's."""
+    args = argparse.Namespace(settings=gpu.TINY, tiny=True, minutes=0.001, folder=str(tmp_path), results=tmp_path / "x",
+                              row="learning")
+    assert gpu.learning(args, torch.device("cpu")) == dict(left_out="no time left")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/log.jsonl").write_text('{"step": 0, "val_bpb": 9.0, "seconds": 3}\n')
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **_: argparse.Namespace(returncode=0))
+    started = []
+
+    def sleeps(command, begin=subprocess.Popen, **options):
+        started.append(command)
+        return begin([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+    monkeypatch.setattr(gpu.subprocess, "Popen", sleeps)
+    seen = gpu.learning(args, torch.device("cpu"))
+    assert seen["left_out"] == "no time left" and seen["bits_per_byte"] == 9 and "ok" not in seen
+    assert started[0].index("--dtype=auto") == started[0].index("configs/stack100m.py") + 1
+    assert gpu.read_log(args.results)[0]["run_seconds"] == 3
+
+
+def test_a_killed_row_leaves_nothing_running(monkeypatch, tmp_path):
+    """What a row had started ends with it, however it ended."""
+    row = tmp_path / "row"
+    row.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path / 'started'}\nkill -9 $$\n")
+    row.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(row))
+    assert "exit code -9" in measure.run_row(["gpu"], "learning", timeout=60)["failed"]
+    stat = Path(f"/proc/{(tmp_path / 'started').read_text().strip()}/stat")
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.05)
+                continue
+        return
+    raise AssertionError("it still runs")
 
 
 def test_a_row_that_hangs():
@@ -462,10 +649,12 @@ def test_a_row_that_hangs():
     (["head", "--n_layers=3"], "--n_layers=3 is nothing"), (["step", "--n_layer=3"], "n_layer is n_layers"),
     (["head", "--d_modle=3"], "--d_modle=3 is nothing that head knows. Did you mean --d_model?"),
     (["step", "--rows=theirs"], "no row 'theirs'"), (["growth", "--axis=width"], "no axis 'width'"),
-    (["gpu", "--rows=ours"], "no setting 'rows'")])
+    (["gpu", "--rows=ours"], "no setting 'rows'"), (["gpu"], "there is no GPU here"),
+    *((["gpu", f"--minutes={n}"], f"--minutes is {n}; it must be") for n in ("nan", "inf", "0", "-3", "1e+30"))])
 def test_user_errors(args, message, monkeypatch, capsys):
     """A wrong argument is one line on stderr and exit code 2."""
     monkeypatch.setattr(sys, "argv", ["bench", *args])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as error:
         bench.main()
     err = capsys.readouterr().err
