@@ -16,10 +16,9 @@ documents of geometric length (a boundary is equally likely everywhere), cost le
 *Hours* follow from a roofline: each part of a compiled micro step takes what bounds it, matmuls or memory
 (stack/roofline.py; nobody has measured it, and it is an optimistic end).  MFU, the share of a GPU's peak rate, is what
 train.py would log then; none in fp32, of which it knows no peak.  --peak_tflops is for that log alone, and memory is
-printed for --compile=false too: neither changes the hours.  Of a changed model.py they follow the matmuls, and what
-attends; what else a block moves, and what it keeps, are those of model.py as it stands.  In --json these hours are
-{"roofline": {"hours"}} of a GPU.  Its other "hours" are for whoever knows a share of the peak: {"40%": ...} is the
-run's 6N + 6LTd, document masks or not, at 40 % of it.
+printed for --compile=false too: neither changes the hours.  What they see of a changed model.py: docs/hacking.md.  In
+--json these hours are {"roofline": {"hours"}} of a GPU.  Its other "hours" are for whoever knows a share of the peak:
+{"40%": ...} is the run's 6N + 6LTd, document masks or not, at 40 % of it.
 
 *Decoding* one sequence reads every weight and the KV cache once per token, and is priced by memory bandwidth alone.
 1 GB is 1e9 bytes.
@@ -69,7 +68,7 @@ class AccountConfig:
 
 
 def check(cfg: ModelConfig, train: TrainConfig, options: AccountConfig) -> list[str]:
-    """What train.py would refuse, of --tp ranks that hold one model together."""
+    """What train.py would refuse, were there one replica of the model, on --tp ranks."""
     return batch_problems(train, 1) + (tensor_parallel.problems(cfg, train.tp) if train.tp > 1 else [])
 
 
@@ -265,7 +264,7 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
           f"{line['hours']:>9,.{1 if line['hours'] < 100 else 0}f}"
           for name, line, ms in ((name, gpu["roofline"], gpu["roofline"]["micro_step_ms"])
                                  for name, gpu in a["gpus"].items())),
-        *(["  without dropout: with it and document masks attention is another kernel's, dearer, and keeps its mask"]
+        *(["  hours leave dropout out: under document masks it takes a slower attention kernel, and its mask is kept"]
           if cfg.dropout and train.doc_mask else []),
         "", "Milliseconds per generated token, bf16, one sequence",
         f"  {'':<11}{'bandwidth':>15}{'first':>9}{f'at {cfg.max_seq_len:,}':>11}",

@@ -94,10 +94,10 @@ def recipe(args, device):
 
 
 def no_bfloat16(args, device) -> dict:
-    """What a row of the bf16 stream says where matmuls are in another format: then nothing is rounded."""
+    """What a row that is for bf16 says on a card that computes in another format."""
     dtype = pick_dtype(recipe(args, device)[1].dtype, device)
-    return {} if dtype == torch.bfloat16 else dict(
-        left_out=f"the matmuls are in {str(dtype).removeprefix('torch.')} here, and the bf16 stream needs bfloat16")
+    return {} if device.type != "cuda" or dtype == torch.bfloat16 else dict(
+        left_out=f"matmuls are in {str(dtype).removeprefix('torch.')} here, and this row is for bfloat16")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def separate_linears(args, device) -> dict:
 
 def rounded_stream(args, device) -> dict:
     """The blocks of "step by parts" with --residual_dtype=bfloat16."""
-    if not args.tiny and (without := no_bfloat16(args, device)):
+    if without := no_bfloat16(args, device):
         return without
     model, *_, blocks = compiled_model(args, device)
     round_residual(model, torch.bfloat16)
@@ -299,9 +299,9 @@ def plan(args, device) -> list[tuple[str, str, list[str] | dict, str]]:
     model_cfg, cfg = recipe(args, device)
     rows, T, how = sequences(device), cfg.seq_len, "eager" if args.tiny else "compiled"
     common = [f"--repeats={args.repeats}", f"--device={device}"]
-    without = no_bfloat16(args, device) if device.type == "cuda" else {}
+    without = no_bfloat16(args, device)
     auto = ["--dtype=auto"] * (device.type == "cuda")  # older cards would emulate the default, bf16
-    gpu = ["gpu", *common, "--results", args.results, *["--tiny"] * args.tiny, *args.settings]
+    gpu = ["gpu", *common, "--results", args.results, *["--tiny"] * args.tiny, *auto, *args.settings]
     right, first = list(CHECKS), ["ceilings", "step by parts", "blocks, separate linears", "blocks, bf16 stream"]
     later = [row for row in (*MEASURED, *(ON_A_CARD if device.type == "cuda" else ())) if row not in first]
     alone = right.index("resume to the bit")  # first in its process: cuBLAS reads once whether to be deterministic
@@ -332,7 +332,7 @@ def plan(args, device) -> list[tuple[str, str, list[str] | dict, str]]:
         ("fast", "", gpu, ";".join(later)),
         step("AdamW"), step("AdamW", rows=rows // 2),
         *(step("AdamW", row=row, rows=rows // 2) for row in peers[:2]),
-        ("fast", "sample, batch 1 and 64", sample, "ours bf16"),
+        ("fast", "sample, batch 1 and 64", without or sample, "ours bf16"),
         *(("fast", f"head, {rows * T} tokens, {row}", head, row) for row in ("ours", *theirs, "naive" if args.tiny else
                                                                       "compiled naive")),
         rounded[:2] + (without, rounded[3]) if without else rounded,
@@ -408,11 +408,11 @@ def note(x) -> str:
     for key in ("failed", "left_out"):
         if key in x:
             return x[key]
-    uncompiled = "NOT COMPILED: " * (x.get("compiled") is False)
+    eager = "NOT COMPILED: " * (x.get("compiled") is False)
     if "optimizer_seconds" in x:
-        return f"{uncompiled}first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
+        return f"{eager}first step {x['first_seconds']:.0f} s, optimizer {x['optimizer_seconds'] * 1e3:.1f} ms"
     if x.get("batch_tok_per_s"):
-        return (f"{uncompiled}batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill "
+        return (f"{eager}batch {x['batch']}: {x['batch_tok_per_s']:,.0f} tokens/s, prefill "
                 f"{x['prefill_tok_per_s']:,.0f}")
     columns = {"tok_per_s", "seconds", "seconds_min", "seconds_max", "peak_mib", "of_gemm", "of_bandwidth", "mfu"}
     told = {key: f"{value:.3g}" for key, value in x.items() if key not in columns and type(value) in (int, float)}
@@ -422,7 +422,7 @@ def note(x) -> str:
     reasons = {} if "ok" not in x else {
         key: value if isinstance(value, str) else ", ".join(map(str, value)) for key, value in x.items()
         if isinstance(value, (str, list)) and value and key not in facts and (not x["ok"] or key == "beside")}
-    return {True: "as it should: ", False: "WRONG: "}.get(x.get("ok"), "") + uncompiled + ", ".join(
+    return {True: "as it should: ", False: "WRONG: "}.get(x.get("ok"), "") + eager + ", ".join(
         f"{key} {value}" for key, value in (reasons | told).items())
 
 
@@ -455,7 +455,9 @@ def together(args, device, part: str, command: list[str], names: list[str], seco
         unwritten = ended.get("before", [])
         args.unwritten += unwritten
         done = {line["row"] for line in read_log(args.results)[before:] + unwritten}
-        if "failed" in ended and (without := [name for name in names if name not in done]):
+        without = [name for name in names if name not in done]
+        # the time is the process': one that others left too little of gets another one
+        if "failed" in ended and without and (without[0] == names[0] or "late" not in ended):
             append(args, device, part, without[0], **(
                 NO_TIME if part != "learning" and cut_short(ended, left) else dict(failed=ended["failed"])))
             done.add(without[0])
@@ -466,7 +468,7 @@ def together(args, device, part: str, command: list[str], names: list[str], seco
 
 def cut_short(ended: dict, left: float) -> bool:
     """Whether a row was given up because the minutes were over, not because it hung."""
-    return left < LONGEST and ended.get("failed", "").startswith("not ready")
+    return left < LONGEST and "late" in ended
 
 
 def ending(told, results: str) -> str:
@@ -494,7 +496,7 @@ def run(args, device) -> bool:
                          "and more for a step. --tiny tries the script on a CPU; --device=cpu insists.")
     device = torch.device("cpu") if device.type == "mps" else device  # of --tiny
     Path(args.results).parent.mkdir(parents=True, exist_ok=True)
-    before, args.unwritten, told, start = len(read_log(args.results)), [], [], time.monotonic()
+    read, args.unwritten, told, start = len(read_log(args.results)), [], [], time.monotonic()
 
     def say(*words, file=sys.stderr):  # into a file, perhaps, on a disk that is full
         with contextlib.suppress(OSError):
@@ -506,8 +508,10 @@ def run(args, device) -> bool:
         return args.minutes * 60 * (1 if part == "learning" else 1 - LEARNING) - (time.monotonic() - start)
 
     def tell():
-        new = read_log(args.results)[before + len(told) - sum("unwritten" in line for line in told):]
-        for line in new + args.unwritten[sum("unwritten" in line for line in told):]:
+        nonlocal read
+        written = read_log(args.results)[read:]
+        read += len(written)
+        for line in written + args.unwritten:
             if "unwritten" in line and not any("unwritten" in other for other in told):
                 say(f"bench: {args.results} cannot be written ({line['unwritten']}): its lines go to stdout instead")
             told.append(line)
@@ -515,6 +519,7 @@ def run(args, device) -> bool:
                 say(json.dumps(line), file=sys.stdout)
             say(f"bench: {time.monotonic() - start:4.0f} s  {line['part']}: {line.get('what', line['row'])}: "
                 f"{note(line)[:300] or 'done'}")
+        args.unwritten.clear()
     try:
         append(args, device, "machine", "machine", **machine_facts(device))
         tell()

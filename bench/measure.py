@@ -105,8 +105,8 @@ def choose(args, rows: list[str]) -> list[str]:
 
 
 def run_row(command: list[str], row: str, timeout: float | None = None, cache: str | None = None) -> dict:
-    """What `bench COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails; "before":
-    the lines of `bench gpu` that it printed before that one.
+    """What `bench COMMAND --row NAME` prints, in a process of its own; {"row", "failed": why} where it fails, "late"
+    where it was not ready in time; "before": the lines of `bench gpu` that it printed before that one.
 
     cache: a folder for what was compiled, where the first call's time does not matter.  What else the process leaves in
     the folder for temporary files goes with it.
@@ -116,13 +116,16 @@ def run_row(command: list[str], row: str, timeout: float | None = None, cache: s
             run = subprocess.Popen([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
                                    env={**os.environ, "TMPDIR": fresh, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
-            # what it started may hold its output open after it
-            threading.Thread(target=lambda: (run.wait(), end_group(run)), daemon=True).start()
             try:
+                # what it started may hold its output open after it
+                threading.Thread(target=lambda: (run.wait(), end_group(run)), daemon=True).start()
                 out, err = run.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
                 end_group(run)
-                return dict(row=row, failed=f"not ready after {timeout:.0f} s", **printed(run.communicate()[0]))
+                out = ""
+                with contextlib.suppress(subprocess.TimeoutExpired):  # what waits in the driver cannot be killed
+                    out, _ = run.communicate(timeout=10)
+                return dict(row=row, failed=f"not ready after {timeout:.0f} s", late=True, **printed(objects(out)))
             finally:
                 end_group(run)
     except OSError as error:  # no place for its files, no process
@@ -133,20 +136,22 @@ def run_row(command: list[str], row: str, timeout: float | None = None, cache: s
         failed = beginning("\n".join(lines[raised[-1] if raised else -1:]))
         if run.returncode < 0 and err.strip():  # killed: what it said last need not be why
             failed = f"exit code {run.returncode}, said last: {lines[-1]}"
-        return dict(row=row, failed=failed, **printed(out))
+        return dict(row=row, failed=failed, **printed(objects(out)))
     for line in err.splitlines():
         if "compiled" in line and "Warning" in line:  # a row that says compiled and is not
             print(f"bench: row {row!r}: {line}", file=sys.stderr)
-    *before, last = out.splitlines()
-    result = json.loads(last) | printed("\n".join(before))
+    found = objects(out)
+    if not found:
+        return dict(row=row, failed="it printed no result")
+    result = found[-1] | printed(found[:-1])
     if result.get("compiled") is False:
         print(f"bench: row {row!r}: nothing is compiled", file=sys.stderr)
     return result
 
 
-def printed(text: str) -> dict:
+def printed(found: list[dict]) -> dict:
     """before: a row's lines of `bench gpu` that found no place in its file; or nothing."""
-    before = [line for line in objects(text) if line.get("bench") == "gpu"]
+    before = [line for line in found if line.get("bench") == "gpu"]
     return dict(before=before) if before else {}
 
 
@@ -178,17 +183,17 @@ def beginning(text: str) -> str:
 
 @contextlib.contextmanager
 def listening():
-    """A list of what is warned of meanwhile, as text, which is then shown as ever."""
-    heard, seen = [], []
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always", UserWarning)
-            yield heard
-    finally:
-        for warning in seen:
-            if str(warning.message) not in heard:
-                heard.append(str(warning.message))
-                warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+    """A list of what is warned of meanwhile, as text, each shown once."""
+    heard, show = [], warnings.showwarning
+
+    def hear(message, *where, **more):
+        if str(message) not in heard:
+            heard.append(str(message))
+            show(message, *where, **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = hear
+        yield heard
 
 
 def uncompiled(heard: list[str]) -> dict:

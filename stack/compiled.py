@@ -38,6 +38,7 @@ def compile_or_not(function, random: bool = False):
     def call(*args, **options):
         try:
             with torch._functorch.config.patch(aggressive_recomputation=not random and not _on_gpu(args),
+                                               force_non_lazy_backward_lowering=True,  # else it fails amid backward()
                                                is_non_builtin_to_include=True):
                 return fast(*args, **options)
         except Exception as error:  # found out by trying: a test compilation would cost seconds at every start
@@ -61,16 +62,16 @@ def merged(graph, inputs):
     """A backend for torch.compile: Inductor, given a graph whose linears are merged if it is for a GPU; the graph as it
     was, with a warning, where that does not compile."""
     from torch._inductor.compile_fx import compile_fx
-    if _on_gpu(inputs):
-        before = copy.deepcopy(graph)
-        try:
-            return compile_fx(merge_linears(graph), inputs)
-        except Exception as error:
-            why, graph = f"{type(error).__name__}: {beginning(error)}", before
-            result = compile_fx(graph, inputs)  # what fails here too is not for want of merging
-            warnings.warn(f"linears of one input are not merged, a step is some per cent slower: {why}", stacklevel=2)
-            return result
-    return compile_fx(graph, inputs)
+    if not _on_gpu(inputs):
+        return compile_fx(graph, inputs)
+    before = copy.deepcopy(graph)
+    try:
+        return compile_fx(merge_linears(graph), inputs)
+    except Exception as error:
+        result = compile_fx(before, inputs)  # what fails here too is not for want of merging
+        warnings.warn("linears of one input are not merged, a step is some per cent slower: "
+                      f"{type(error).__name__}: {beginning(error)}", stacklevel=2)
+        return result
 
 
 def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -128,8 +129,8 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def _opaque(node) -> bool:
     """Whether a traced call may count on strides, or write where nothing tells."""
     name, given = str(node.target), [*node.args, *node.kwargs.values()]
-    operator = getattr(node.target, "overloadpacket", node.target)
-    foreign = isinstance(operator, torch._ops.OpOverloadPacket) and not str(operator).startswith(("aten", "prims"))
+    packet = getattr(node.target, "overloadpacket", node.target)
+    foreign = isinstance(packet, torch._ops.OpOverloadPacket) and not str(packet).startswith(("aten.", "prims."))
     return foreign or any(word in name for word in UNSEEN) or (
         node.target == "view" and any(isinstance(x, torch.dtype) for x in given))
 

@@ -54,13 +54,12 @@ def pick_device(name: str = "auto") -> torch.device:
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Format of the matmuls under autocast.  auto = bfloat16 where the device computes in it, float16 on older CUDA
     cards, float32 on CPU and MPS.  Warns of an emulated format; raises ValueError on a pair that does not work."""
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if name == "auto":
-        if device.type != "cuda":
-            return torch.float32
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        warnings.warn("this GPU has no bfloat16: PyTorch emulates it, slowly. Use --dtype=float16, which auto would be "
-                      "here.", stacklevel=2)
+        return torch.float32 if device.type != "cuda" else torch.bfloat16 if native else torch.float16
+    if name == "bfloat16" and device.type == "cuda" and not native:
+        warnings.warn("this GPU has no bfloat16: PyTorch emulates it, slowly, and compiles nothing in it. Use "
+                      "--dtype=float16, which auto would be here.", stacklevel=2)
     if name not in DTYPES:
         raise ValueError(f"dtype is {name!r}; it must be auto or one of {', '.join(DTYPES)}.")
     if device.type == "mps" and name == "float16":

@@ -1,9 +1,9 @@
 """How long a micro step takes on a GPU at least, by what bounds each part of it: arithmetic, from the model's shapes.
 
 A matmul takes its FLOPs at a share of the peak or its traffic at MOVED of the bandwidth, whichever is longer; attention
-its FLOPs at rates of its own; everything else its traffic.  Shares and rates are assumptions: docs/gpu.md says what
-they rest on.  No run of this repository is among it, and what is left out (kernels that wait for each other, a slow
-host) only adds.  So this is an optimistic end.
+its FLOPs at rates of its own; everything else its traffic.  Shares and rates are assumptions (docs/gpu.md says what
+they rest on), none of them measured with this repository; what is left out (kernels that wait for each other, a slow
+host) only adds, so this is an optimistic end.
 
 What is moved is a compiled block's, in bytes per token: l the matmuls' format, s the residual stream's.
 
@@ -22,11 +22,10 @@ What is moved is a compiled block's, in bytes per token: l the matmuls' format, 
 Without QK-norm queries and keys move 2 l (q + k) backward, without rotation 5.  Casts fall away where s is l.  n
 matmuls read a norm's output: one per norm where compiled.merge_linears makes them one, in 16 bits, else each linear.
 
-A changed model.py is followed in part.  Matmuls, and what attends, are counted on the model that is built; those of
-attn but wo, and of mlp but w_down, are taken to read one input and to be merged.  What is moved is that of model.py's
-own block, from ModelConfig: a norm, a bias or a gate that a fork adds moves nothing here.  Both kinds of recomputation
-do the whole forward part again, "block" all matmuls too, one of which the compiler may leave out.  Dropout costs
-nothing here, and under document masks keeps FlexAttention's rates, though compiled.document_mask takes a boolean mask.
+Matmuls, and what attends, are counted on the model that is built; linears of a part of a block, but for wo and w_down,
+are taken to read one input and to be merged.  What is moved is that of model.py's own block.  Both kinds of
+recomputation do the whole forward part again, "block" all matmuls too, of which the compiler may leave out one.
+Dropout costs nothing here, and under document masks keeps FlexAttention's rates, though it takes a boolean mask there.
 """
 
 import collections
