@@ -74,7 +74,7 @@ def main():
             sys.exit(bench.run(args, device))  # 1 where a row failed
         with listening() as heard:
             result = bench.row(args, device)
-        print(json.dumps(result | uncompiled(heard)))
+        print(f"\n{json.dumps(result | uncompiled(heard))}")  # whatever a model printed before
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def run_row(command: list[str], row: str, timeout: float | None = None, cache: s
     """
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as fresh:
-            run = subprocess.Popen([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, text=True,
+            run = subprocess.Popen([sys.executable, "-m", "bench", *command, "--row", row], cwd=ROOT, errors="replace",
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
                                    env={**os.environ, "TMPDIR": fresh, "TORCHINDUCTOR_CACHE_DIR": cache or fresh})
             try:

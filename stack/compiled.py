@@ -3,6 +3,7 @@
 Each piece computes what a function of model.py computes; twins.py attaches them to a built model and compares.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -64,11 +65,10 @@ def merged(graph, inputs):
     from torch._inductor.compile_fx import compile_fx
     if not _on_gpu(inputs):
         return compile_fx(graph, inputs)
-    before = copy.deepcopy(graph)
     try:
-        return compile_fx(merge_linears(graph), inputs)
+        return compile_fx(merge_linears(copy.deepcopy(graph)), inputs)
     except Exception as error:
-        result = compile_fx(before, inputs)  # what fails here too is not for want of merging
+        result = compile_fx(graph, inputs)  # what fails here too is not for want of merging
         warnings.warn("linears of one input are not merged, a step is some per cent slower: "
                       f"{type(error).__name__}: {beginning(error)}", stacklevel=2)
         return result
@@ -80,9 +80,10 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     It sees what was traced, hooks included, whatever the model's code says.  Left alone are weights that are computed,
     sharded, not trained like the others, or in the products' format already: autocast's cast of the others becomes a
-    copy into one matrix, these would need one of their own; what was written into; and what the graph returns.  A slice
-    is not contiguous: views become reshapes, and a graph with what else may count on that, or write unseen, is left
-    alone: operators that are not PyTorch's, views as another format.
+    copy into one matrix, these would need one of their own; what was written into; what the graph returns; and what
+    nothing is learned from, whose weight would get zeros for a gradient instead of none.  A slice is not contiguous:
+    views become reshapes, and a graph with what else may count on that, or write unseen, is left alone: operators that
+    are not PyTorch's, views as another format.
     """
     parts = [part.graph for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # recomputed ones too
     if any(map(_opaque, (node for calls in parts for node in calls.nodes))):
@@ -97,7 +98,9 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if (all(n is None or n.op == "placeholder" for n in (weight, bias)) and not any(
                     v is None or v._version or hasattr(v, "placements") for v in values)
                     and values[2].ndim == 2 and values[2].dtype != values[0].dtype
-                    and all(v.shape == values[2].shape[:1] for v in values[3:]) and _memory(node) not in returned):
+                    and all(v.shape == values[2].shape[:1] for v in values[3:])
+                    and (not values[0].requires_grad or _is_learned_from(node))
+                    and _memory(node) not in {None, *returned}):
                 kind = bias is None, *((v.dtype, v.requires_grad) for v in values)
                 groups.setdefault((x, *kind), []).append(node)
         for (x, bare, *_), nodes in groups.items():
@@ -135,10 +138,19 @@ def _opaque(node) -> bool:
         node.target == "view" and any(isinstance(x, torch.dtype) for x in given))
 
 
-def _memory(node):
-    """What tells whether two traced tensors are views of the same."""
+def _is_learned_from(node) -> bool:
+    """Whether a gradient comes back to a traced tensor that asks for one: not where all its users are detached."""
     value = node.meta.get("example_value")
-    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+    if isinstance(value, torch.Tensor) and not value.requires_grad:
+        return False
+    return any(user.op == "output" or _is_learned_from(user) for user in node.users)
+
+
+def _memory(node):
+    """What tells whether two traced tensors are views of the same; None where nothing does."""
+    value = node.meta.get("example_value")
+    with contextlib.suppress(NotImplementedError):  # as in vmap
+        return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def is_compilers(error: Exception) -> bool:

@@ -205,6 +205,23 @@ def test_what_a_fork_may_write(function, merged):
         assert got.dtype == want.dtype and (got - want).norm() < 0.01 * want.norm()
 
 
+def test_what_nothing_learns_from_has_no_gradient():
+    """Zeros in its place would let weight decay move what a fork looks at only."""
+    x, v, w, u = (torch.randn(shape, requires_grad=True) for shape in ((3, 5, 8), (4, 8), (6, 8), (2, 8)))
+
+    def looked_at(x, v, w, u):
+        seen = F.linear(x, w).view(-1, 6)
+        return F.linear(x, v) * (seen.detach().mean() + 1), F.linear(x, u) * 2
+
+    def backend(graph, inputs):
+        return torch._dynamo.lookup_backend("aot_eager")(compiled.merge_linears(graph), inputs)
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outs = torch.compile(looked_at, backend=backend, dynamic=False)(x, v, w, u)
+        sum(out.float().sum() for out in outs).backward()
+    assert w.grad is None and v.grad is not None and u.grad is not None
+
+
 def two_linears(x, v, w):
     return F.linear(x, v).sigmoid() @ F.linear(x, w).sigmoid().mT
 
