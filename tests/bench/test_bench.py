@@ -610,7 +610,12 @@ def test_gpu_learning_out_of_time(monkeypatch, tmp_path):
     """Stopped before there are two evaluations it has learned nothing wrong; its log's seconds are the run's."""
     args = argparse.Namespace(settings=gpu.TINY, tiny=True, minutes=0.001, folder=str(tmp_path), results=tmp_path / "x",
                               row="learning")
-    assert gpu.learning(args, torch.device("cpu")) == dict(left_out="no time left")
+
+    def late(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+    with monkeypatch.context() as preparing:
+        preparing.setattr(gpu.subprocess, "run", late)
+        assert gpu.learning(args, torch.device("cpu")) == dict(left_out="no time left")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/log.jsonl").write_text('{"step": 0, "val_bpb": 9.0, "seconds": 3}\n')
     monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **_: argparse.Namespace(returncode=0))
