@@ -618,7 +618,7 @@ def test_gpu_learning_out_of_time(monkeypatch, tmp_path):
         assert gpu.learning(args, torch.device("cpu")) == dict(left_out="no time left")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/log.jsonl").write_text('{"step": 0, "val_bpb": 9.0, "seconds": 3}\n')
-    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **_: argparse.Namespace(returncode=0))
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **_: argparse.Namespace(returncode=0, stdout=""))
     started = []
 
     def sleeps(command, begin=subprocess.Popen, **options):
