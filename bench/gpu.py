@@ -471,6 +471,10 @@ def cut_short(ended: dict, left: float) -> bool:
     return left < LONGEST and "late" in ended
 
 
+def is_wrong(x) -> bool:
+    return x.get("ok") is False and not {"failed", "left_out"} & {*x}
+
+
 def ending(told, results: str) -> str:
     """In a line: where they are, how many rows are as they should be, which are not."""
     rows = [line for line in told if line["part"] != "machine" and line["row"] != "log"]
@@ -478,8 +482,7 @@ def ending(told, results: str) -> str:
     def named(chosen):
         return f"{len(chosen)}{f' ({names})' if (names := ', '.join(x.get('what', x['row']) for x in chosen)) else ''}"
     wrong, failed, left = ([x for x in rows if holds(x)] for holds in (
-        lambda x: x.get("ok") is False and not {"failed", "left_out"} & {*x}, lambda x: "failed" in x,
-        lambda x: "left_out" in x))
+        is_wrong, lambda x: "failed" in x, lambda x: "left_out" in x))
     return (f"{results}: {len(rows) - len(wrong) - len(failed) - len(left)} rows as they should be, {named(wrong)} "
             f"WRONG, {named(failed)} failed, {named(left)} left out")
 
@@ -525,10 +528,12 @@ def run(args, device) -> bool:
         tell()
         for part, what, command, name in plan(args, device):
             left = functools.partial(seconds_left, part)
-            if not isinstance(command, dict) and command[0] == "gpu":
+            if isinstance(command, dict):
+                append(args, device, part, what=what, row=name, **command)
+            elif command[0] == "gpu":
                 together(args, device, part, command, name.split(";"), left, cache)
-            elif isinstance(command, dict) or left() <= 5:
-                append(args, device, part, what=what, row=name, **(command if isinstance(command, dict) else NO_TIME))
+            elif left() <= 5:
+                append(args, device, part, what=what, row=name, **NO_TIME)
             else:
                 x = run_row(command, name, timeout=min(at := left(), LONGEST), cache=cache)
                 x = dict(row=name, **NO_TIME) if cut_short(x, at) else derived(x, told, batch_tokens)
@@ -546,4 +551,4 @@ def run(args, device) -> bool:
             "of the matmul rate": "of_gemm%", "of the bandwidth": "of_bandwidth%", "peak MiB": "peak_mib",
             "note": note}, [line for line in told if line["part"] != "machine" and line["row"] != "log"])
     say(f"bench: {ending(told, args.results)}")
-    return any("failed" in line or line.get("ok") is False and "left_out" not in line for line in told)
+    return any("failed" in line or is_wrong(line) for line in told)

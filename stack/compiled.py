@@ -85,10 +85,10 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     views become reshapes, and a graph with what else may count on that, or write unseen, is left alone: operators that
     are not PyTorch's, views as another format.
     """
-    parts = [part.graph for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # recomputed ones too
-    if any(map(_opaque, (node for calls in parts for node in calls.nodes))):
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # recomputed ones too
+    if any(_opaque(node) for part in parts for node in part.graph.nodes):
         return graph
-    for calls in parts:
+    for calls in (part.graph for part in parts):
         groups, returned = {}, {_memory(x) for node in calls.find_nodes(op="output") for x in node.all_input_nodes}
         for node in calls.find_nodes(op="call_function", target=F.linear):
             if node.kwargs:  # a bias by its name
@@ -118,14 +118,12 @@ def merge_linears(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
                     node.replace_all_uses_with(mine)
             for node in nodes:
                 calls.erase_node(node)
-    for calls in parts:
-        for node in calls.nodes:
+    for part in parts:
+        for node in part.graph.nodes:
             if node.op == "call_method" and node.target in VIEWS:
                 node.target = VIEWS[node.target]
                 node.kwargs = {"shape" if key == "size" else key: value for key, value in node.kwargs.items()}
-    for part in graph.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            part.recompile()
+        part.recompile()
     return graph
 
 
