@@ -22,12 +22,13 @@ BATCH_POWER = 0.571  # tokens of a step go with the run's tokens to this power (
 
 def family(cfg: ModelConfig, width: int) -> ModelConfig:
     """A model of the same shape: depth, heads and d_ff go with the width; heads stay as wide, the table as long.  Of
-    models of one block none says what a second one is worth: three are the least, where the config has them."""
-    part = width / cfg.d_model
-    heads = max(round(cfg.n_heads * part), 1)
-    kv_heads = [k for k in range(1, heads + 1) if heads % k == 0 and k * cfg.n_heads <= heads * cfg.n_kv_heads]
+    models of one block none says what a second one is worth: three are the least, where the config has them, as two
+    key heads are, without which runs differ by a tenth in how soon they learn to repeat (docs/lab-notes.md)."""
+    part, least = width / cfg.d_model, min(cfg.n_kv_heads, 2)
+    heads = max(round(cfg.n_heads * part), least)
+    kv_heads = next(k for k in range(least, heads + 1) if heads % k == 0 and k * cfg.n_heads >= heads * cfg.n_kv_heads)
     return replace(cfg, d_model=width, n_layers=max(round(cfg.n_layers * part), min(cfg.n_layers, 3)), n_heads=heads,
-                   n_kv_heads=max(kv_heads, default=1), d_ff=max(round(cfg.d_ff * part / 16), 1) * 16)
+                   n_kv_heads=kv_heads, d_ff=max(round(cfg.d_ff * part / 16), 1) * 16)
 
 
 def parameters(cfg: ModelConfig | GPT) -> int:

@@ -88,6 +88,16 @@ def test_time():
     assert rungs.family(replace(cfg, n_layers=3), 16).n_layers == 3 and rungs.family(cfg, 16).n_layers == 3
 
 
+def test_heads_of_a_rung():
+    """Two key heads where the config has two, whatever the width, and as many queries to each as it has, or fewer."""
+    for heads, kv_heads in ((8, 2), (8, 8), (8, 1), (9, 3), (2, 1), (1, 1)):
+        cfg = ModelConfig(vocab_size=512, d_model=512, n_heads=heads, n_kv_heads=kv_heads, head_dim=32, d_ff=512)
+        some = [rungs.family(cfg, width) for width in range(16, 520, 24)]
+        assert all(not one.problems() and one.n_kv_heads >= min(kv_heads, 2) for one in some)
+        assert all(one.n_heads / one.n_kv_heads <= heads / kv_heads for one in some)
+        assert rungs.family(cfg, 512) == cfg and all(one.n_heads <= heads for one in some)
+
+
 @pytest.fixture(scope="module")
 def stack100m():
     return load((ModelConfig, TrainConfig), ["configs/stack100m.py"])
