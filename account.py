@@ -159,7 +159,7 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "flops_newton_schulz_share": newton_schulz / (flops["6n"] * train.batch_tokens),
     }
     # the run, and a generated token: every matrix is read once (a lookup is a single row), and the cache
-    tokens = train.max_steps * train.batch_tokens
+    tokens = train.tokens
     reads = {name: 2 * (total - counts.lookup_params(model)) + T * cache
              for name, T in (("empty", 0), ("full", cfg.max_seq_len))}
     a |= {
@@ -167,7 +167,7 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "micro_steps": train.batch_tokens / micro_tokens, "tokens": tokens, "windows": tokens // train.seq_len,
         "tokens_per_parameter": tokens / total, "shard_bytes": tokens * (2 if cfg.vocab_size <= 65536 else 4),
         "flops_run": tokens * flops["causal"],
-        "budget": {"tokens": token_budget, "steps": -(-token_budget // train.batch_tokens),
+        "budget": {"tokens": token_budget, "steps": train.steps(token_budget),
                    "windows": -(-token_budget // train.seq_len)},
         "gpus": {name: {
             "peak_tflops": PEAK_TFLOPS[name], "memory_gb": memory, "bandwidth_gb_s": bandwidth,
@@ -247,7 +247,8 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
                f"{a['flops_newton_schulz_share']:.2%} of the step's 6N")] if a["flops_newton_schulz_per_step"] else []),
         "", "The run",
         row("tokens per step", a["batch_tokens"],
-            f"{a['micro_steps']:g} x {train.micro_batch_size} x {train.seq_len:,} on one device"),
+            f"{a['micro_steps']:g} x {train.micro_batch_size} x {train.seq_len:,} on one device"
+            + f", half of it in the first {train.ramp_steps:,} steps" * bool(train.ramp_steps)),
         row("steps", a["max_steps"]),
         row("tokens", a["tokens"], f"{a['tokens_per_parameter']:,.0f} per parameter, {a['windows']:,} windows, "
             f"{size(a['shard_bytes'])} on disk"),

@@ -219,7 +219,7 @@ def conclude(cfg: ModelConfig, train: TrainConfig, rungs: list[Rung], points: li
     best = [min(sizes, key=lambda width, one=one: predict(one, *sizes[width])) for one in [law, *drawn]]
     ratio = {width: tokens / n for width, (n, tokens) in sizes.items()}
     near = sorted(sizes, key=lambda width: abs(math.log(width / best[0])))[:7]
-    n, tokens = parameters(cfg), train.max_steps * train.batch_tokens
+    n, tokens = parameters(cfg), train.tokens
     return {
         "law": dict(zip(("E", "A", "B", "a", "b"), map(float, (*np.exp(law[:3]), *law[3:])), strict=True)),
         "points": points, "flops": whole, "reach": furthest,

@@ -111,8 +111,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         changes = compare(saved, model_cfg, cfg, train_data) if resuming else ()
         found |= what_it_starts_from(model_cfg, train_data, dtype, saved)
     token_bytes = tokenizer.token_bytes()
-    batch_seqs = cfg.batch_tokens // cfg.seq_len
-    micro_steps = batch_seqs // (cfg.micro_batch_size * ranks.dp_size)
+    micro_tokens = ranks.dp_size * cfg.micro_batch_size * cfg.seq_len
 
     # 4. model, state ------------------------------------------------------------------------------------------------
     state = {"step": 0, "seqs_seen": 0, "bad_steps": 0, "best_val": None, "wandb_id": None, "tokens": 0,
@@ -192,7 +191,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     say(describe((model_cfg, cfg)))
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
-        f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {micro_steps} x {cfg.micro_batch_size} x {cfg.seq_len}")
+        f"{cfg.batch_tokens:,} a step = {cfg.batch_tokens // micro_tokens} x {micro_tokens:,}"
+        f"{f', half of them in the first {cfg.ramp_steps:,}' if cfg.ramp_steps else ''}")
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(train_data.describe())
     for line in (*describe_groups(optimizers, model), *forgotten(model)):
@@ -259,23 +259,23 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * scale
-        totals = torch.zeros(2, device=device)  # nats, valid tokens
-        for micro_step in range(micro_steps):
+        totals, step_tokens = torch.zeros(2, device=device), cfg.step_tokens(step)  # nats, valid tokens
+        for micro_step in range(step_tokens // micro_tokens):
             fetching = time.perf_counter()
             x, y, docs = next(batches)  # (b, T) each
             wait += time.perf_counter() - fetching
             torch.manual_seed(hash((cfg.seed, step, micro_step, ranks.dp_rank)) % 2**63)  # resumed runs draw the same
-            sync_gradients(replica, micro_step == micro_steps - 1)  # gradients travel once a step
+            sync_gradients(replica, (micro_step + 1) * micro_tokens == step_tokens)  # gradients travel once a step
             with autocast(device, dtype):
                 nats = replica(x, y, docs=docs if cfg.doc_mask else None, z_loss=cfg.z_loss, reduction="sum")
             # divided by what the step holds, not per micro-batch: each token weighs the same; averaged over ranks
-            scaler.scale(nats * (ranks.dp_size / cfg.batch_tokens)).backward()
+            scaler.scale(nats * (ranks.dp_size / step_tokens)).backward()
             totals += torch.stack((nats.detach(), (y != -100).sum()))
         finish_gradients(model, ranks)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         ranks.sum(totals)
-        correction = cfg.batch_tokens / totals[1].clamp(min=1)  # 1 unless targets were ignored
+        correction = step_tokens / totals[1].clamp(min=1)  # 1 unless targets were ignored
         grads = [p.grad for p in params if p.grad is not None]
         norm = total_norm(grads) * correction  # before clipping; the same on every rank
         nats, n_valid, grad_norm = torch.stack((*totals, norm)).tolist()  # the one wait for the device in a step
@@ -300,7 +300,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             optimizer.zero_grad(set_to_none=True)
         del grads  # else they are held until the next step's are there
         n_valid = int(n_valid)
-        state |= {"step": step + 1, "seqs_seen": state["seqs_seen"] + batch_seqs, "tokens": state["tokens"] + n_valid}
+        state |= {"step": step + 1, "seqs_seen": state["seqs_seen"] + step_tokens // cfg.seq_len,
+                  "tokens": state["tokens"] + n_valid}
         if math.isfinite(nats):
             state["unlogged"] = [state["unlogged"][0] + nats, state["unlogged"][1] + (n_valid or 1e-9)]  # no target: 0
         if state["bad_steps"] >= cfg.max_bad_steps:

@@ -261,9 +261,9 @@ def _train():
 
 def _trained(model_cfg, cfg, **changes) -> list[dict]:
     """The lines of the log of train.py's run, at given rates: those by rule go with its length."""
-    cfg = replace(cfg, batch_tokens=2 * cfg.micro_batch_size * cfg.seq_len, schedule="wsd", warmup_steps=0,
-                  decay_fraction=0.0, muon_lr=5e-3, adamw_lr=4e-3, log_interval=1, eval_interval=0, save_interval=0,
-                  sample_interval=0, **changes)
+    cfg = replace(cfg, batch_tokens=2 * cfg.micro_batch_size * cfg.seq_len, ramp_steps=0, schedule="wsd",
+                  warmup_steps=0, decay_fraction=0.0, muon_lr=5e-3, adamw_lr=4e-3, log_interval=1, eval_interval=0,
+                  save_interval=0, sample_interval=0, **changes)
     _train()(model_cfg, cfg)
     return [{key: math.nan if value is None and key in ("loss", "grad_norm") else value for key, value in line.items()}
             for line in read_log(f"{cfg.out_dir}/log.jsonl") if "loss" in line]  # null: what was not finite

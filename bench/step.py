@@ -109,8 +109,8 @@ def needed_flops(model_cfg: ModelConfig, cfg: TrainConfig, mean: int) -> int:
 def our_steps(args, model_cfg: ModelConfig, cfg: TrainConfig) -> list[dict]:
     """The lines of train.py's log, one a step, the first loss and the first compilation included."""
     cfg = replace(cfg, out_dir=f"{cfg.data_dir}/run", init_from="scratch", device=args.device, tp=1,
-                  batch_tokens=cfg.micro_batch_size * cfg.seq_len, max_steps=args.repeats + 100, schedule="wsd",
-                  warmup_steps=0, decay_fraction=0.0, log_interval=1, eval_interval=0, save_interval=0,
+                  batch_tokens=cfg.micro_batch_size * cfg.seq_len, ramp_steps=0, max_steps=args.repeats + 100,
+                  schedule="wsd", warmup_steps=0, decay_fraction=0.0, log_interval=1, eval_interval=0, save_interval=0,
                   sample_interval=0, wandb_project=None, tensorboard=False)
     save_json(f"{cfg.data_dir}/config.json", (model_cfg, cfg))
     sys.argv = [str(ROOT / "train.py"), f"{cfg.data_dir}/config.json"]

@@ -121,7 +121,7 @@ def _samples(log) -> list[str]:
 
 def _account(model_cfg, cfg) -> list[str]:
     counts, flops = num_params(model_cfg), flops_per_token(model_cfg, cfg.seq_len)
-    total, tokens = counts["total"], cfg.max_steps * cfg.batch_tokens
+    total, tokens = counts["total"], cfg.tokens
     cache = kv_cache_bytes_per_token(model_cfg) * model_cfg.max_seq_len
     parts = [(name, f"{n:,} ({n / total:.1%})") for name, n in components(counts).items()]
     return [_table("Parameters", [*parts, ("all", f"{total:,}")]), _table("Costs", [

@@ -45,7 +45,7 @@ class Rung:
         self.n = parameters(built)
         self.flops_per_token = flops_per_token(built, train.seq_len)["causal"]  # as account.py's for a run
         middle = self.n * math.sqrt(POINTS[0] * POINTS[-1])  # tokens: one batch and one rate serve all decays
-        tokens, most = train.max_steps * train.batch_tokens, train.batch_tokens // train.seq_len
+        tokens, most = train.tokens, train.batch_tokens // train.seq_len
         rows = min(max(round(most * (middle / tokens) ** BATCH_POWER), 1), most)
         micro = min(train.micro_batch_size, rows)
         batch = rows // micro * micro * train.seq_len
@@ -61,7 +61,7 @@ class Rung:
         self.name = f"width-{width}"
         self.trunk = replace(
             train, out_dir=str(folder / self.name), init_from="scratch", keep_moments=False, micro_batch_size=micro,
-            batch_tokens=batch, max_steps=self.starts[-1], decay_fraction=0.0,
+            batch_tokens=batch, ramp_steps=0, max_steps=self.starts[-1], decay_fraction=0.0,
             schedule="wsd" if train.schedule == "cosine" else train.schedule,
             warmup_steps=max(first // 10, 1), muon_lr=muon, adamw_lr=adamw, save_interval=first, eval_interval=0,
             keep=10_000, eval_first=False, sample_interval=0, wandb_project=None, tensorboard=False)
@@ -100,7 +100,7 @@ def reach(rungs: list[Rung]) -> float:
 
 def own_flops(cfg: ModelConfig, train: TrainConfig) -> float:
     """Training FLOPs of the config's own run, account.py's."""
-    return float(train.max_steps * train.batch_tokens * flops_per_token(cfg, train.seq_len)["causal"])
+    return float(train.tokens * flops_per_token(cfg, train.seq_len)["causal"])
 
 
 def seconds(rungs: list[Rung], speed: list[list[float]]) -> float:

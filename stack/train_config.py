@@ -26,6 +26,7 @@ class TrainConfig:
     micro_batch_size: int = 32  # sequences per device per forward pass
     batch_tokens: int = 524288  # tokens per optimizer step over all devices; accumulation follows from it
     max_steps: int = 38147  # optimizer steps
+    ramp_steps: int = 0  # so many first steps have half of batch_tokens (docs/lab-notes.md has what it gives)
     packing: typing.Literal["stream", "best_fit"] = "stream"  # best_fit: documents whole where they fit; with doc_mask
     doc_mask: bool = True  # attention stays inside a document
     loss_on: typing.Literal["auto", "all", "assistant"] = "auto"  # what is learned: every token, or the assistant's;
@@ -74,6 +75,23 @@ class TrainConfig:
         for name in PATHS:
             setattr(self, name, expand(getattr(self, name)))
 
+    def step_tokens(self, step: int) -> int:
+        """Tokens of the step that comes after `step` others."""
+        return self.batch_tokens // 2 if step < self.ramp_steps else self.batch_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        ramp = min(self.ramp_steps, self.max_steps)
+        return self.max_steps * self.batch_tokens - ramp * (self.batch_tokens - self.step_tokens(0))
+
+    def steps(self, tokens: int) -> int:
+        """Steps that a run of so many tokens takes."""
+        ramp = self.ramp_steps * self.step_tokens(0)
+        if tokens <= ramp:
+            return -(-tokens // self.step_tokens(0))
+        return self.ramp_steps - (ramp - tokens) // self.batch_tokens
+
     @property
     def checkpoint(self) -> str | None:
         """The name of the checkpoint in out_dir that the run goes on from; None if it is a run of its own."""
@@ -86,7 +104,7 @@ class TrainConfig:
             "be positive": (lambda x: x > 0, "seq_len micro_batch_size batch_tokens max_steps max_bad_steps "
                                              "eval_tokens tp"),
             "be 0 or more": (lambda x: x >= 0, "log_interval eval_interval save_interval sample_interval warmup_steps "
-                                               "grad_clip weight_decay z_loss keep seed skip_spikes"),
+                                               "ramp_steps grad_clip weight_decay z_loss keep seed skip_spikes"),
             "be less than 2**63": (lambda x: x < 2**63, "seed"),
             "lie in [0, 1]": (lambda x: 0 <= x <= 1, "decay_fraction min_lr_fraction"),
             "lie in [0, 1)": (lambda x: 0 <= x < 1, "beta1 beta2"),

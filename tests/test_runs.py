@@ -75,10 +75,8 @@ def test_a_checkpoint_is_where_a_branch_finds_it():
         saved = [*range(trunk.save_interval, trunk.max_steps, trunk.save_interval), trunk.max_steps]
         assert int(step) in saved[-trunk.keep:] and len(step) == 7 and cfg.keep_moments
         assert int(step) <= trunk.max_steps * (1 - trunk.decay_fraction) < int(step) + trunk.save_interval
-        if run == "out/demo":  # the page says of what step the config is, and that its own numbers are of another
-            page = " ".join((ROOT / "docs/midtraining.md").read_text(encoding="utf-8").split())
-            assert f"# from step {int(step)} of make demo" in page
-            assert f"_0001000`, from 2.0M tokens, and not from step {int(step)}, where the config branches" in page
+        if run == "out/demo":
+            assert f"# from step {int(step)} of make demo" in (ROOT / "docs/midtraining.md").read_text(encoding="utf-8")
 
 
 def noted(folder, script: str, also: str = ""):

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,6 +158,32 @@ def test_accumulation_does_not_matter(data, tmp_path, monkeypatch, masked):
     loss, norm = step_by_hand(data, *configs, batch, mask if masked else lambda y: y)
     assert got[0][0]["loss"] == pytest.approx(loss, rel=1e-5)
     assert got[0][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_batch_ramp(data, tmp_path, monkeypatch):
+    """The first ramp_steps take half of batch_tokens: what a run of half the batch does that goes on with the whole,
+    to the bit, in one order of the text, whether it is stopped amid the ramp or not; tokens are counted as they are."""
+    constant = dict(decay_fraction=0.0, warmup_steps=1)
+    seen = runs.spy_batches(monkeypatch)
+    whole = runs.run(data, tmp_path / "whole", ramp_steps=3, max_steps=5, **constant)
+    taken = list(seen)
+    for stop in (2, 4):  # within the ramp, behind it
+        seen.clear()
+        cut = tmp_path / f"cut{stop}"
+        runs.run(data, cut, ramp_steps=3, max_steps=stop, **constant)
+        runs.run(data, cut, ramp_steps=3, max_steps=5, init_from="resume", **constant)
+        runs.assert_same_checkpoint(whole, cut)
+        assert seen == taken
+    seen.clear()
+    runs.run(data, tmp_path / "by_hand", batch_tokens=128, max_steps=3, **constant)
+    runs.run(data, tmp_path / "by_hand", max_steps=5, init_from="resume", **constant)
+    runs.assert_same_checkpoint(whole, tmp_path / "by_hand")
+    assert seen == taken and len(taken) == 3 * 2 + 2 * 4
+    tokens = [line["tokens"] for line in runs.log(whole, key="loss")]
+    assert tokens == [128, 256, 384, 640, 896]
+    _, cfg = runs.settings(data, tmp_path, ramp_steps=3, max_steps=5)
+    for steps, n in enumerate((0, *tokens)):
+        assert replace(cfg, max_steps=steps).tokens == n and cfg.steps(n) == steps and cfg.steps(n + 1) == steps + 1
 
 
 def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
@@ -354,6 +381,7 @@ def test_user_errors(data, tmp_path, capsys, monkeypatch):
     small = [f"--{k}={v}" for c in runs.settings(data, tmp_path / "run") for k, v in vars(c).items()]
     for flags, message in ((["--max_step=3"], "max_steps"), ([*small, "--data_dir=nowhere"], "nowhere"),
                            ([*small, "--batch_tokens=100"], "64 or 128"),
+                           ([*small, "--batch_tokens=192", "--ramp_steps=5"], "for ramp_steps = 128)"),
                            ([*small, "--seq_len=64", "--batch_tokens=512"], "max_seq_len (32)"),
                            ([*small, "--init_from=nowhere"], "nowhere"), ([*small, "--init_from=resume"], "ckpt_last"),
                            ([*small, "--device=cuda:9"], "cuda:9"), ([*small, "--vocab_size=300"], "--vocab_size=320"),
