@@ -36,7 +36,7 @@ NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
 STACK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 24}
 # Where the rates are known: Muon's and AdamW's; d_model, n_layers, tokens of the run, tokens of a step
 KNOWN = {
-    "muon": (5e-3, 4e-3, 128, 3, 3800 * 2048, 2048),  # configs/demo.py, swept: docs/lab-notes.md
+    "muon": (5e-3, 4e-3, 128, 3, 3800 * 2048, 2048),  # configs/demo.py without a ramp: docs/lab-notes.md
     "adamw": (None, 6e-4, 768, 12, 600_000 * 491_520, 491_520),  # GPT-2 small by nanoGPT; GPT-3's of this size too
 }
 
@@ -55,7 +55,8 @@ def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple
     None.
 
     How much it matters: in Step Law's 1,911 runs a rate 2 times off the best costs 0.1 to 0.4 % of the loss, 4 times
-    0.7 to 1 %; twice the demo's rate for the table cost nothing, half of it 5 % (docs/lab-notes.md).
+    0.7 to 1 %; on the demo, from one checkpoint, twice the table's rate cost 0.5 to 1 %, half of it or of Muon's gained
+    0.1 to 0.7 % (docs/lab-notes.md).
     """
     if optimizer not in KNOWN:
         raise ValueError(f"No learning rate is known for optimizer {optimizer!r}: KNOWN in stack/optim.py has none. "

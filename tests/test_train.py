@@ -22,6 +22,7 @@ from conftest import document_ids
 from test_log import FakeWandb
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import account
 import train
 from model import GPT, ModelConfig
 from stack import optim
@@ -181,7 +182,8 @@ def test_batch_ramp(data, tmp_path, monkeypatch):
     assert seen == taken and len(taken) == 3 * 2 + 2 * 4
     tokens = [line["tokens"] for line in runs.log(whole, key="loss")]
     assert tokens == [128, 256, 384, 640, 896]
-    _, cfg = runs.settings(data, tmp_path, ramp_steps=3, max_steps=5)
+    model_cfg, cfg = runs.settings(data, tmp_path, ramp_steps=3, max_steps=5)
+    assert account.account(model_cfg, cfg)["tokens"] == tokens[-1]
     for steps, n in enumerate((0, *tokens)):
         assert replace(cfg, max_steps=steps).tokens == n and cfg.steps(n) == steps and cfg.steps(n + 1) == steps + 1
 
