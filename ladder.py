@@ -81,11 +81,11 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
     ladders = {top: ladder(cfg, train, top, folder) for top in tops(cfg)}
     if unit == "s":
         print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where nothing is compiled yet")
-        cold, warm = (probe(ladders[tops(cfg)[0]][-1], folder) for _ in range(2))  # the first compiles
-        speed.append([*warm, cold[-1]])
-        guess = max((top for top in ladders if seconds(ladders[top], speed) <= amount), default=None)
-        if guess not in (None, tops(cfg)[0]):  # wider models use a machine better
-            speed.append(probe(ladders[guess][-1], folder))
+        narrow, *_, wide = ladders[tops(cfg)[0]]
+        cold, warm = (probe(narrow, folder) for _ in range(2))  # the first compiles
+        speed += [[*warm, cold[-1]], probe(wide, folder)]  # a narrow model is hardly faster a token than a wide one
+        guess = max((top for top in ladders if seconds(ladders[top], speed) <= amount), default=tops(cfg)[0])
+        speed[-1] = probe(ladders[guess][-1], folder)
         amount -= time.monotonic() - began
     cost = {top: seconds(rungs, speed) if speed else sum(rung.cost() for rung in rungs)
             for top, rungs in ladders.items()}

@@ -88,6 +88,21 @@ def test_time():
     assert rungs.family(replace(cfg, n_layers=3), 16).n_layers == 3 and rungs.family(cfg, 16).n_layers == 3
 
 
+@pytest.mark.parametrize("token, flop, minutes", [(3e-5, 0, 24), (3e-5, 0, 60), (1e-5, 1e-12, 60), (0, 1e-11, 60)])
+def test_a_budget_of_time(monkeypatch, token, flop, minutes):
+    """What is promised is what the rungs take, whether a token costs the same at every width, as on a small machine,
+    or by its FLOPs; and the ladder is the widest that fits."""
+    cfg, train = load((ModelConfig, TrainConfig), ["configs/demo.py"])
+    monkeypatch.setattr(ladder, "probe", lambda rung, _: [rung.flops_per_token, token + flop * rung.flops_per_token, 2])
+    top, speed = ladder.choose(cfg, train, ladder.LadderConfig(budget=f"{minutes}m"), Path("out/ladder"))
+    took = {}
+    for width in rungs.tops(cfg):
+        plan = rungs.ladder(cfg, train, width, Path("out/ladder"))
+        took[width] = sum(rung.cost() * (token / rung.flops_per_token + flop) + 2 * 5 for rung in plan)
+    assert rungs.seconds(rungs.ladder(cfg, train, top, Path("out/ladder")), speed) == pytest.approx(took[top])
+    assert top == max(width for width in took if took[width] <= 60 * minutes)
+
+
 def test_heads_of_a_rung():
     """Two key heads where the config has two, whatever the width, and as many queries to each as it has, or fewer."""
     for heads, kv_heads in ((8, 2), (8, 8), (8, 1), (9, 3), (2, 1), (1, 1)):
