@@ -4,17 +4,17 @@
     python ladder.py configs/demo.py --budget 30m              minutes (m) or hours (h) of this machine
     python ladder.py configs/stack100m.py --device=cuda --budget 6e17           or training FLOPs
 
-Four rungs of the config's shape, the widest at most a step below it and the others 2/3, 1/2 and 1/3 as wide.  Each is
-one run at a constant learning rate (rates in stack/optim.py, from the config's where that gives numbers), from which
+Four rungs of the config's shape, the widest as wide as the budget pays for, the others 2/3, 1/2 and 1/3 as wide.  Each
+is one run at a constant learning rate (rates in stack/optim.py, from the config's where that gives numbers), from which
 decays branch at 5, 10, 20 and 40 tokens per parameter: each end is what a run of that length would have reached.  To
 those of the three narrower rungs is fitted (arXiv 2203.15556, 2412.04403)
 
     loss = E + A / N^a + B / D^b        N parameters that multiply, D training tokens
 
-The widest is never fitted: how far off it is predicted is printed.  A prediction is claimed up to 300 times the FLOPs
-of the largest fitted run, as far as one was published to hold (docs/scaling-laws.md); beyond there is no number, but
-the ladder that it takes.  The same command again goes on after a stop.  Written to out/ladder-NAME: ladder.json and
-ladder.png.  Any setting of the config may follow as --key=value.
+The widest is never fitted: how far off it is predicted is printed, and above 2 % a warning not to pay by the rest.  No
+ladder of CPU minutes came below that yet.  A prediction is claimed up to 300 times the FLOPs of the largest fitted run
+(docs/scaling-laws.md); beyond there is no number, but the ladder that it takes.  The same command again goes on after a
+stop.  Written to out/ladder-NAME: ladder.json, ladder.png.  Any setting of the config may follow as --key=value.
 """
 
 import json

@@ -153,7 +153,10 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
     jobs, most = sum(len(rung.jobs()) for rung in rungs), max(rung.tokens[-1] for rung in rungs)
     took = f", some {seconds(rungs, speed) / 60:.0f} minutes here" if speed else ""
     cost = sum(rung.cost() for rung in rungs)
-    lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk")
+    lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk; the config's own run takes "
+                 f"{own_flops(cfg, train):.3g} FLOPs")
+    if cost > own_flops(cfg, train) / 4:
+        lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
     if speed:
         lines.append(f"A busy machine is timed otherwise the next time; --budget {cost * 1.01:.3g} is always this one.")
     if most > 4 * n_tokens:  # arXiv 2305.16264
