@@ -76,7 +76,7 @@ def test_beside_a_busy_program_and_after_it(data, tmp_path):
     two = set(sorted(os.sched_getaffinity(0))[:2])
     env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     small = ["train.py", "configs/demo.py", f"--data_dir={data}", f"--out_dir={tmp_path / 'run'}", "--seq_len=16",
-             "--micro_batch_size=2", "--batch_tokens=32", "--eval_interval=0", "--sample_interval=0", "--compile=false",
+             "--micro_batch_size=2", "--batch_tokens=64", "--eval_interval=0", "--sample_interval=0", "--compile=false",
              "--warmup_steps=0", "--dtype=float32"]
 
     def train(*flags, **more):
