@@ -445,7 +445,7 @@ def test_resuming_needs_no_more_memory_than_the_run(data, tmp_path):
                              prepare=tell_peak)
         assert runs.finish(process) == [0], output.read_text()
         peaks.append(int(re.findall(r"kB (\d+) at", output.read_text())[-1]) / 1e3)
-    assert peaks[1] < 1.03 * peaks[0], peaks
+    assert peaks[1] < peaks[0] + 57 / 2, peaks  # MB: half of what weights or moments are; 17 came beside other tests
 
 
 # ---------------------------------------------------------------------------------------------------------------------
