@@ -83,7 +83,7 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
         print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where nothing is compiled yet")
         narrow, *_, wide = ladders[tops(cfg)[0]]
         cold, warm = (probe(narrow, folder) for _ in range(2))  # the first compiles
-        speed += [[*warm, cold[-1]], probe(wide, folder)]  # a narrow model is hardly faster a token than a wide one
+        speed = [[*warm, cold[-1]], probe(wide, folder)]  # a narrow model may be no faster a token than a wide one
         guess = max((top for top in ladders if seconds(ladders[top], speed) <= amount), default=tops(cfg)[0])
         speed[-1] = probe(ladders[guess][-1], folder)
         amount -= time.monotonic() - began

@@ -191,8 +191,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     say(describe((model_cfg, cfg)))
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
-        f"{cfg.batch_tokens:,} a step = {cfg.batch_tokens // micro_tokens} x {micro_tokens:,}"
-        f"{f', half of them in the first {cfg.ramp_steps:,}' if cfg.ramp_steps else ''}")
+        f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {cfg.batch_tokens // micro_tokens} x {cfg.micro_batch_size} "
+        f"x {cfg.seq_len}{f', half of them in the first {cfg.ramp_steps:,}' if cfg.ramp_steps else ''}")
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(train_data.describe())
     for line in (*describe_groups(optimizers, model), *forgotten(model)):

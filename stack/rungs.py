@@ -104,11 +104,11 @@ def own_flops(cfg: ModelConfig, train: TrainConfig) -> float:
 
 
 def seconds(rungs: list[Rung], speed: list[list[float]]) -> float:
-    """What all jobs take, by probes of one or two widths: [FLOPs per token, seconds per token, seconds to start once
-    compiled, and before]; a rung's first job compiles."""
-    (f0, s0, start, *cold), (f1, s1, *_) = speed[0], speed[-1]
-    slope = max(s1 - s0, 0) / (f1 - f0) if f1 > f0 else s0 / f0  # of one: as many FLOPs a second at every width
-    return sum(rung.cost() / rung.flops_per_token * max(s0 + slope * (rung.flops_per_token - f0), s0 / 2)
+    """What all jobs take, by probes of the narrowest width and a wide one: [FLOPs per token, seconds per token, seconds
+    to start once compiled, and before]; a rung's first job compiles."""
+    (f0, s0, start, *cold), (f1, s1, *_) = speed
+    slope = max(s1 - s0, 0) / (f1 - f0)
+    return sum(rung.cost() / rung.flops_per_token * (s0 + slope * (rung.flops_per_token - f0))
                + start * (len(rung.jobs()) - 1) + max(start, *cold) for rung in rungs)
 
 
@@ -152,10 +152,10 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
     disk = sum(12 * rung.n * (len(POINTS) * 2 + POINTS[-1] // POINTS[0]) for rung in rungs) / 1e9
     jobs, most = sum(len(rung.jobs()) for rung in rungs), max(rung.tokens[-1] for rung in rungs)
     took = f", some {seconds(rungs, speed) / 60:.0f} minutes here" if speed else ""
-    cost = sum(rung.cost() for rung in rungs)
+    cost, own = sum(rung.cost() for rung in rungs), own_flops(cfg, train)
     lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk; the config's own run takes "
-                 f"{own_flops(cfg, train):.3g} FLOPs")
-    if cost > own_flops(cfg, train) / 4:
+                 f"{own:.3g} FLOPs")
+    if cost > own / 4:
         lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
     if speed:
         lines.append(f"A busy machine is timed otherwise the next time; --budget {cost * 1.01:.3g} is always this one.")

@@ -83,7 +83,7 @@ class TrainConfig:
     def tokens(self) -> int:
         """Tokens of the whole run."""
         ramp = min(self.ramp_steps, self.max_steps)
-        return self.max_steps * self.batch_tokens - ramp * (self.batch_tokens - self.step_tokens(0))
+        return ramp * self.step_tokens(0) + (self.max_steps - ramp) * self.batch_tokens
 
     def steps(self, tokens: int) -> int:
         """Steps that a run of so many tokens takes."""

@@ -81,7 +81,8 @@ def test_time():
     """A rung's first job compiles, the others start at once; what cost nothing but time is no part of FLOPs."""
     cfg, train = load((ModelConfig, TrainConfig), ["configs/stack100m.py"])
     plan = rungs.ladder(cfg, train, 48, Path("out/ladder"))
-    seconds = [rungs.seconds(plan, [[1e9, 1e-6, start, cold]]) for start, cold in ((0, 0), (1, 1), (1, 31))]
+    seconds = [rungs.seconds(plan, [[1e9, 1e-6, start, cold], [2e9, 2e-6, start]])
+               for start, cold in ((0, 0), (1, 1), (1, 31))]
     assert seconds[1] - seconds[0] == pytest.approx(20) and seconds[2] - seconds[1] == pytest.approx(4 * 30)
     said = rungs.cheapest({48: plan}, {48: 600.0}, timed=True)
     assert "10 minutes here" in said and f"{sum(r.cost() for r in plan) * 1.01:.3g}" in said
@@ -154,6 +155,9 @@ def test_reach(stack100m):
     short, enough = plans[at - 1:at + 1]
     assert rungs.beyond(cfg, train, Path("out/ladder"), enough) == ""
     assert rungs.reach(short) < rungs.own_flops(cfg, train) <= rungs.reach(enough)
+    for steps, dear in ((train.max_steps, False), (2, True)):  # whether the config itself costs as little is said
+        said = rungs.describe(cfg, replace(train, max_steps=steps), Path("out/ladder"), small, [], 10**9)
+        assert ("train the config" in said) is dear
 
 
 @pytest.fixture(scope="module")
