@@ -106,7 +106,7 @@ def account(cfg: ModelConfig, train: TrainConfig, *, mean_doc_len: int = 1000, t
         "adamw_params": sum(p.numel() for p in owned(optimizers, AdamW)),
         "groups": counts.describe_groups(optimizers, model),
         "expected_initial_loss": math.log(cfg.vocab_size) + (
-            cfg.d_model if cfg.tie_embeddings else INIT_WIDTH) * INIT_STD ** 2 / 2,
+            cfg.d_model if cfg.tie_embeddings else INIT_WIDTH) * INIT_STD ** 2 / 2 / (1 + cfg.embed_constant ** 2),
     }
     # bytes
     dtype = DTYPES.get(train.dtype, torch.bfloat16)  # auto: as on the GPUs below
@@ -212,7 +212,8 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
         row("total tied", a["total_tied"], f"table {a['table_share_tied']:.2%}"),
         row("total untied", a["total_untied"], f"tables {a['table_share_untied']:.2%}"),
         row("loss before training", f"{a['expected_initial_loss']:.2f}",
-            f"nats: ln V + {'d_model' if cfg.tie_embeddings else INIT_WIDTH} * 0.02^2 / 2"),
+            f"nats: ln V + {'d_model' if cfg.tie_embeddings else INIT_WIDTH} * 0.02^2 / 2"
+            f"{' / (1 + embed_constant^2)' if cfg.embed_constant else ''}"),
         *(textwrap.fill(group, 118, initial_indent="  ", subsequent_indent="    ") for group in a["groups"]),
         "", "Weights",
         row("float32", size(a["bytes_float32"])),

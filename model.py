@@ -37,6 +37,7 @@ class ModelConfig:
     vocab_multiple: int = 64  # table rows are padded up to a multiple of this; pad rows never get probability
     tie_embeddings: bool = True  # one table for input and output
     embed_scale: bool = False  # multiply embeddings by sqrt(d_model) (original Transformer, Gemma)
+    embed_constant: float = 0.0  # size of what all rows of the table begin with in common, by that of all else in them
     # shape
     d_model: int = 512  # width of the residual stream
     n_layers: int = 30  # blocks
@@ -66,20 +67,18 @@ class ModelConfig:
         """Every impossible setting, as sentences a user can act on; empty when the config is sound."""
         positive = ("vocab_size", "vocab_multiple", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff",
                     "max_seq_len", "rope_theta", "norm_eps")
-        found = [f"{name} ({getattr(self, name)}) must be positive." for name in positive
-                 if not getattr(self, name) > 0]
+        found = [f"{name} ({v}) must be positive." for name in positive if not (v := getattr(self, name)) > 0]
         found += [f"{name} ({getattr(self, name)!r}) must be one of {choices}." for name in ("pos", "norm", "mlp")
                   if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name]))]
         found += [f"{name} ({getattr(self, name)}) must be 0 (off) or positive."
-                  for name in ("nope_every", "logit_softcap") if getattr(self, name) < 0]
+                  for name in ("nope_every", "logit_softcap", "embed_constant") if getattr(self, name) < 0]
         if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
             found.append(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}). "
                          f"Set n_kv_heads to one of {[k for k in range(1, self.n_heads + 1) if not self.n_heads % k]}.")
         if self.pos == "rope" and self.head_dim % 2:
             found.append(f"head_dim ({self.head_dim}) must be even for rotary positions. Set {self.head_dim + 1}.")
         if self.pos == "learned" and self.nope_every:
-            found.append("nope_every drops rotary positions from layers, but pos is 'learned'. "
-                         "Set pos='rope' or nope_every=0.")
+            found.append("nope_every drops rotary positions, but pos is 'learned'. Set pos='rope' or nope_every=0.")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout ({self.dropout}) must lie in [0, 1).")
         return found
@@ -251,8 +250,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x):
         y = x.float()
@@ -383,6 +381,10 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.norm = make_norm(cfg)
+        if cfg.embed_constant:  # rotary heads tell places apart by what all tokens share; logits need none: gain 0
+            n = math.ceil(cfg.d_model / 16)
+            nn.init.constant_(self.embed.weight[:, :n], cfg.embed_constant * INIT_STD * math.sqrt(cfg.d_model / n))
+            nn.init.zeros_(self.norm.weight[:n])
         self.head = None if cfg.tie_embeddings else init(nn.Linear(cfg.d_model, cfg.padded_vocab_size, bias=False))
 
     @property
@@ -423,8 +425,7 @@ class GPT(nn.Module):
             everywhere = torch.arange(size, device=ids.device)
             positions = (everywhere - torch.where(first, everywhere, 0).cummax(dim=1).values)[:, where]  # (B, T)
         x = self.embed(ids)  # (B, T, C): row copies; equal to one_hot(ids) @ table at none of its cost
-        if self.cfg.embed_scale:
-            x = x * math.sqrt(self.cfg.d_model)
+        x = x * math.sqrt(self.cfg.d_model) if self.cfg.embed_scale else x
         if self.pos_embed is not None:
             x, rope = x + self.pos_embed(positions), None
         else:  # tables are computed per call: nothing to save, nothing that .to(bfloat16) could round
@@ -508,8 +509,7 @@ def generate(model: GPT, prompts, *, max_new_tokens: int, temperature: float = 0
     do not depend on its neighbours (its random numbers do: one generator serves all rows).  A prompt longer than the
     context loses its beginning, with one warning; a row that fills the context while generating drops its older half
     and goes on.  `on_token(row, id)` is called for every new id and ends the row by returning True; `on_logits(logits)`
-    (B, V) returns those to choose from.  With and without the cache, one of before that has the only prompt's beginning
-    or a new one, the ids are the same.  Pads are a document of their own."""
+    (B, V) returns those to choose from.  A cache, new or with the only prompt's beginning, changes no id."""
     limit, device, use_cache = model.cfg.max_seq_len, model.embed.weight.device, use_cache and model.cached
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")

@@ -43,6 +43,44 @@ def test_initial_loss():
         assert abs(model(x, y) - want) < 20
 
 
+def started(**changes):
+    torch.manual_seed(0)
+    return GPT(tiny_config(vocab_size=4096, d_model=128, n_heads=2, n_kv_heads=2, head_dim=64, d_ff=384,
+                           max_seq_len=128, **changes))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embed_constant_start(tied):
+    """A sixteenth of the table's channels begin as one constant, as large in a row as so many times the rest of it; all
+    else begins as without it, but for the final gains, by which logits see none of it."""
+    plain, model = (started(tie_embeddings=tied, embed_constant=c) for c in (0.0, 3.0))
+    shared, rest = model.embed.weight.split([8, 120], dim=1)
+    assert (shared == shared[0, 0]).all() and torch.equal(rest, plain.embed.weight[:, 8:])
+    assert (shared[0].norm() / rest.norm(dim=1).mean()).item() == pytest.approx(3, rel=0.05)
+    others = {name: p for name, p in model.named_parameters() if name not in ("embed.weight", "norm.weight")}
+    assert all(torch.equal(p, plain.get_parameter(name)) for name, p in others.items())
+    assert not model.norm.weight[:8].any() and (model.norm.weight[8:] == 1).all()
+    x, y = torch.randint(0, 4096, (2, 4, 128))
+    with torch.no_grad():
+        before = model(x, y)
+        assert abs(before - (math.log(4096) + 128 * INIT_STD**2 / 2 / (1 + 3**2))) < 0.01
+        if tied:
+            model.norm.weight[:8] = 1.0  # an offset of all logits, which softmax does not see either
+            assert abs(model(x, y) - before) < 1e-4
+
+
+def test_embed_constant_tells_places_apart():
+    """What a query of the first block sees, averaged over tokens, depends on the distance to it from the start; without
+    the constant it does not."""
+    def spread(model):
+        scores, attend = [], model.blocks[0].attn.attend
+        model.blocks[0].attn.attend = lambda q, k, v, mask: scores.append(q @ k.mT / 8) or attend(q, k, v, mask)
+        with torch.no_grad():
+            model.hidden(torch.randint(0, 4096, (16, 64)))
+        return torch.stack([scores[0].diagonal(-n, 2, 3).mean((0, 2)) for n in range(32)]).std(dim=0)  # (H,)
+    assert (spread(started(embed_constant=3.0)) > 5 * spread(started())).all()
+
+
 def test_lookup_is_a_one_hot_product(tiny):
     """embed(ids) equals one_hot(ids) @ table to the bit, in value, and in gradient."""
     table, x = tiny().embed.weight, torch.randint(0, 300, (2, 9))
