@@ -316,11 +316,11 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             (nats, n_tokens), state["unlogged"] = state["unlogged"], [0.0, 0]
             loss, tok_per_s = nats / n_tokens if n_tokens else math.nan, clock_tokens / clock
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
+            passed, ahead = cfg.between(step + 1 - clock_steps, step + 1), cfg.between(step + 1, cfg.max_steps)
+            left = tqdm.format_interval(clock * ahead / passed)  # by tokens: behind a ramp a step takes twice as long
             log.write(step=step + 1, loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
                       tok_per_s=round(tok_per_s), step_ms=clock / clock_steps * 1e3, mfu=mfu, data_wait=wait / clock,
                       tokens=state["tokens"], flops=state["tokens"] * flops, spikes=state["spikes"])
-            passed, ahead = cfg.between(step + 1 - clock_steps, step + 1), cfg.between(step + 1, cfg.max_steps)
-            left = tqdm.format_interval(clock * ahead / passed)  # by tokens: behind a ramp a step takes twice as long
             bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s, {left} left")
             if bar.disable:
                 say(f"step {step + 1:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
