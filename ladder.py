@@ -80,7 +80,7 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
                          "must be narrower. Train the model itself: it is small enough.")
     ladders = {top: ladder(cfg, train, top, folder) for top in tops(cfg)}
     if unit == "s":
-        print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where nothing is compiled yet")
+        print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where none is compiled yet", flush=True)
         narrow, *_, wide = ladders[tops(cfg)[0]]
         cold, warm = (probe(narrow, folder) for _ in range(2))  # the first compiles
         speed = [[*warm, cold[-1]], probe(wide, folder)]  # a narrow model may be no faster a token than a wide one

@@ -1,6 +1,7 @@
 """The ladder: its law is found again in made losses, its plan costs what account.py says, and a real one, stopped and
 gone on with, ends where one ends that was never stopped."""
 
+import io
 import json
 import math
 import os
@@ -105,9 +106,15 @@ def test_time():
 @pytest.mark.parametrize("token, flop, minutes", [(3e-5, 0, 24), (3e-5, 0, 60), (1e-5, 1e-12, 60), (0, 1e-11, 60)])
 def test_a_budget_of_time(monkeypatch, token, flop, minutes):
     """What is promised is what the rungs take, whether a token costs the same at every width, as on a small machine,
-    or by its FLOPs; and the ladder is the widest that fits."""
+    or by its FLOPs; and the ladder is the widest that fits.  What takes so long is said while it does."""
     cfg, train = load((ModelConfig, TrainConfig), ["configs/demo.py"])
-    monkeypatch.setattr(ladder, "probe", lambda rung, _: [rung.flops_per_token, token + flop * rung.flops_per_token, 2])
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+
+    def probe(rung, folder):
+        assert b"timing" in file.getvalue()
+        return [rung.flops_per_token, token + flop * rung.flops_per_token, 2]
+    monkeypatch.setattr(ladder, "probe", probe)
     top, speed = ladder.choose(cfg, train, ladder.LadderConfig(budget=f"{minutes}m"), Path("out/ladder"))
     took = {}
     for width in rungs.tops(cfg):
