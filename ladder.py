@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 from stack.counts import build, flops_per_token
-from stack.data.shards import read_meta
+from stack.data.batches import TokenData
 from stack.law import bootstrap, fit, interval, missed, plot, predict, warning
 from stack.log import read_log
 from stack.rungs import REACH, Rung, cheapest, describe, family, ladder, own_flops, parameters, reach, seconds, tops
@@ -154,12 +154,11 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                 if not whole and standing(out) in (None, end):  # not begun, or cut off amid its evaluation
                     shutil.rmtree(out, ignore_errors=True)
                     fork(Path(rung.trunk.out_dir) / f"ckpt_step_{begin:07d}", out)
-                since = standing(out)
-                run_train(rung.model, train, *([] if since is None else ["--init_from=resume"]), seen=seen)
+                run_train(rung.model, train, *["--init_from=resume"] * ((at := standing(out)) is not None), seen=seen)
                 if not finished(train, whole):
                     raise RunFailed(f"{out} has not reached step {end}: its training was stopped. The same command "
                                     f"goes on; {out}.txt has what it said.")
-                here += (end - (since or 0)) * per_step
+                here += (end - (at or 0)) * per_step
             seen(end)
             done += (end - begin) * per_step
             if not whole:
@@ -264,13 +263,14 @@ def main():
         scratch = "init_from must be scratch: a ladder has no other runs."
         cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__, check=lambda
                                    cfg, train, _: check(cfg, train) + [scratch] * (train.init_from != "scratch"))
-        meta = read_meta(train.data_dir)
+        meta = TokenData(train.data_dir, "val", seq_len=train.seq_len, loss_on=train.loss_on,  # where decays end: first
+                         doc_mask=train.doc_mask).meta
         cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
         folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"
         asked = json.loads(json.dumps({"budget": options.budget, "data": meta["data_fingerprint"],
                                        **to_dict((cfg, train))}))
         before = json.loads((folder / "ladder.json").read_text()) if (folder / "ladder.json").exists() else {}
-        if before and (other := [key for key in asked if before["asked"].get(key) != asked[key]]):
+        if before and (other := [key for key in asked if before.get("asked", {}).get(key) != asked[key]]):
             raise ValueError(f"{folder} has a ladder of other settings: {', '.join(other)}.\n  Set them back to go on "
                              "with it, or move it away.")
         if not before:

@@ -290,7 +290,8 @@ def test_run_train_saves_when_it_is_stopped(data, tmp_path):
     (["--budget", "1e6"], "--budget 1e6 is not enough: the smallest ladder below this model takes"),
     (["--budget", "soon"], "must be minutes, hours or FLOPs"), (["--budget", "-3m"], "must be positive"),
     (["--d_model=48"], "the model is 48 wide"), (["--data_dir=nowhere"], "nowhere not found"),
-    (["--batch_tokens=4097"], "must be a multiple")])
+    (["--batch_tokens=4097"], "must be a multiple"), (["--seq_len=20000", "--max_seq_len=20000", "--batch_tokens=20000",
+      "--micro_batch_size=1"], "Split 'val' of")])
 def test_refusals(tiny, flags, said, capsys):
     """What cannot be done is one message and exit code 2, before anything is trained."""
     with pytest.raises(SystemExit) as stopped:
@@ -303,3 +304,9 @@ def test_plan_trains_nothing_and_other_settings_are_refused(tiny, straight, caps
     with pytest.raises(SystemExit):
         tiny("straight", "--seed=2")
     assert "has a ladder of other settings: seed" in capsys.readouterr().err
+    folder = tiny("foreign", "--plan")
+    folder.mkdir()
+    (folder / "ladder.json").write_text('{"rungs": 4}')  # somebody else's
+    with pytest.raises(SystemExit) as stopped:
+        tiny("foreign")
+    assert stopped.value.code == 2 and "has a ladder of other settings: budget" in capsys.readouterr().err
