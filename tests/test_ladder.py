@@ -291,7 +291,7 @@ def test_run_train_saves_when_it_is_stopped(data, tmp_path):
     (["--budget", "soon"], "must be minutes, hours or FLOPs"), (["--budget", "-3m"], "must be positive"),
     (["--d_model=48"], "the model is 48 wide"), (["--data_dir=nowhere"], "nowhere not found"),
     (["--batch_tokens=4097"], "must be a multiple"), (["--seq_len=20000", "--max_seq_len=20000", "--batch_tokens=20000",
-      "--micro_batch_size=1"], "Split 'val' of")])
+      "--micro_batch_size=1", "--plan"], "Split 'val' of")])
 def test_refusals(tiny, flags, said, capsys):
     """What cannot be done is one message and exit code 2, before anything is trained."""
     with pytest.raises(SystemExit) as stopped:
