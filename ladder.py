@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:
     not_installed(error)
 
 from stack.counts import build, flops_per_token
-from stack.data.shards import read_meta
+from stack.data.batches import TokenData
 from stack.law import bootstrap, fit, interval, missed, plot, predict, warning
 from stack.log import read_log
 from stack.rungs import REACH, Rung, cheapest, describe, family, ladder, own_flops, parameters, reach, seconds, tops
@@ -80,7 +80,7 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
                          "must be narrower. Train the model itself: it is small enough.")
     ladders = {top: ladder(cfg, train, top, folder) for top in tops(cfg)}
     if unit == "s":
-        print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where nothing is compiled yet")
+        print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where none is compiled yet", flush=True)
         narrow, *_, wide = ladders[tops(cfg)[0]]
         cold, warm = (probe(narrow, folder) for _ in range(2))  # the first compiles
         speed = [[*warm, cold[-1]], probe(wide, folder)]  # a narrow model may be no faster a token than a wide one
@@ -137,9 +137,9 @@ def standing(folder: Path) -> int | None:
     return read_state(folder, "last")["progress"]["step"] if any(folder.glob("ckpt_last*")) else None
 
 
-def climb(rungs: list[Rung]) -> list[dict]:
-    """Train what is not trained yet, one process after the other; the end of every decay."""
-    points, done, cost = [], 0.0, sum(rung.cost() for rung in rungs)
+def climb(rungs: list[Rung], keep) -> list[dict]:
+    """Train what is not trained yet, one process after the other; the end of every decay.  keep(those so far)."""
+    points, done, here, began, cost = [], 0.0, 0.0, time.monotonic(), sum(rung.cost() for rung in rungs)
     bar = tqdm(total=cost, unit="FLOP", unit_scale=True, dynamic_ncols=True, disable=None)
     for rung in rungs:
         per_step = rung.trunk.batch_tokens * rung.flops_per_token
@@ -150,22 +150,26 @@ def climb(rungs: list[Rung]) -> list[dict]:
             def seen(step, begin=begin, end=end, done=done, per_step=per_step):
                 bar.n = done + min(max(step - begin, 0), end - begin) * per_step
                 bar.refresh()
-            if not finished(train, whole):
+            if fresh := not finished(train, whole):
                 if not whole and standing(out) in (None, end):  # not begun, or cut off amid its evaluation
                     shutil.rmtree(out, ignore_errors=True)
                     fork(Path(rung.trunk.out_dir) / f"ckpt_step_{begin:07d}", out)
-                run_train(rung.model, train, *([] if standing(out) is None else ["--init_from=resume"]), seen=seen)
+                run_train(rung.model, train, *["--init_from=resume"] * ((at := standing(out)) is not None), seen=seen)
                 if not finished(train, whole):
                     raise RunFailed(f"{out} has not reached step {end}: its training was stopped. The same command "
                                     f"goes on; {out}.txt has what it said.")
+                here += (end - (at or 0)) * per_step
             seen(end)
             done += (end - begin) * per_step
             if not whole:
-                line, tokens = log_of(train)[-1], end * train.batch_tokens
+                got, tokens = log_of(train)[-1], end * train.batch_tokens
                 points.append({"run": out.name, "parameters": rung.n, "tokens": tokens, "held_out": rung.held_out,
-                               "flops": tokens * rung.flops_per_token, "loss": line["val_loss"],
-                               "bpb": line["val_bpb"]})
-                tqdm.write(f"{out.name}: loss {line['val_loss']:.4f} after {tokens:,} tokens, {done / cost:.0%}")
+                               "flops": tokens * rung.flops_per_token, "loss": got["val_loss"], "bpb": got["val_bpb"]})
+                left = here and (cost - done) / here * (time.monotonic() - began)  # a FLOP of a wider rung takes less
+                tqdm.write(f"{out.name}: loss {got['val_loss']:.4f} after {tokens:,} tokens, {done / cost:.0%}"
+                           + f", at most {tqdm.format_interval(left)} left" * fresh)
+                if fresh:
+                    keep(points)
     bar.close()
     return points
 
@@ -203,15 +207,13 @@ def conclude(cfg: ModelConfig, train: TrainConfig, rungs: list[Rung], points: li
     drawn, per_nat = bootstrap(law, n, d, loss), points[0]["bpb"] and points[0]["bpb"] / points[0]["loss"]
     for p in points:
         p["predicted"] = float(predict(law, p["parameters"], p["tokens"]))
-    off = missed(points)
 
     def predicted(n, d) -> dict:
-        value, between = float(predict(law, n, d)), interval([predict(one, n, d) for one in drawn], off)
+        value, between = float(predict(law, n, d)), interval([predict(one, n, d) for one in drawn], missed(points))
         return {"loss": value, "interval": between, "bpb": per_nat and value * per_nat,
                 "bpb_interval": per_nat and [end * per_nat for end in between]}
     whole, furthest = own_flops(cfg, train), reach(rungs)
-    cost = min(whole, furthest)
-    sizes = {}
+    cost, sizes = min(whole, furthest), {}
     for k in range(-16, 13):
         width = max(round(cfg.d_model * 2 ** (k / 4) / 8), 2) * 8
         other = build(family(cfg, width))
@@ -243,7 +245,7 @@ def table(result: dict) -> str:
                f"{p['predicted'] / p['loss'] - 1:>+8.2%}" for p in result["points"] if p["held_out"]), "",
              f"{'predicted, held out':<22}{'parameters':>13}{'tokens/p':>9}{'loss':>9}  {'between':<18}"
              f"{'bits/byte':>8}  between"]
-    lines[-1:-1] = warning(result["points"])
+    lines[-1:-1] = warning(result["points"], own)
     lines += [row("the config", own)] if own else []
     lines += [row(f"width {size['width']:,}", size) for size in equal["sizes"]]
     return "\n".join([*lines, "", f"Each width at {equal['flops']:.3g} FLOPs"
@@ -261,13 +263,14 @@ def main():
         scratch = "init_from must be scratch: a ladder has no other runs."
         cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__, check=lambda
                                    cfg, train, _: check(cfg, train) + [scratch] * (train.init_from != "scratch"))
-        meta = read_meta(train.data_dir)
+        meta = TokenData(train.data_dir, "val", seq_len=train.seq_len, loss_on=train.loss_on,  # where decays end: first
+                         doc_mask=train.doc_mask).meta
         cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
         folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"
         asked = json.loads(json.dumps({"budget": options.budget, "data": meta["data_fingerprint"],
                                        **to_dict((cfg, train))}))
         before = json.loads((folder / "ladder.json").read_text()) if (folder / "ladder.json").exists() else {}
-        if before and (other := [key for key in asked if before["asked"].get(key) != asked[key]]):
+        if before and (other := [key for key in asked if before.get("asked", {}).get(key) != asked[key]]):
             raise ValueError(f"{folder} has a ladder of other settings: {', '.join(other)}.\n  Set them back to go on "
                              "with it, or move it away.")
         if not before:
@@ -279,11 +282,8 @@ def main():
         if options.plan:
             return
         write(folder, before)
-        try:
-            result = before | conclude(cfg, train, rungs, climb(rungs))
-        except RunFailed as error:
-            print(f"ladder.py: {error}", file=sys.stderr)
-            sys.exit(1)
+        result = before | conclude(cfg, train, rungs, climb(rungs, keep=lambda points: write(
+            folder, {key: before[key] for key in ("asked", "top", "speed")} | {"points": points})))
         write(folder, result)
         with written_aside(folder / "ladder.png") as aside:
             plot(result).savefig(aside, format="png", dpi=120)

@@ -199,8 +199,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         say(line)
 
     # 8. loop --------------------------------------------------------------------------------------------------------
-    bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
-               disable=None if main else True)  # None: only on a terminal
+    bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True, disable=not main or None,
+               bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]")  # None: on a terminal
     at_exit.callback(bar.close)
     first_step = state["step"]
     gc.collect()
@@ -254,7 +254,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                 f"python {'eval' if leaving else 'sample'}.py {shlex.quote(str(out_dir))}")
             break
 
-        started = time.perf_counter()
+        began = time.perf_counter()
         scale = schedule(cfg, step)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -309,20 +309,20 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                 f"The last good checkpoint is {out_dir / 'ckpt_last'} (step {saves.step}).")
             raise RunFailed(f"{state['bad_steps']} steps in a row had a {what} that is not finite.\n  {good} Resume "
                             "with lower learning rates or --dtype=float32.")
-        clock, clock_steps = clock + time.perf_counter() - started, clock_steps + 1
-        clock_tokens += n_valid
+        clock, clock_steps, clock_tokens = clock + time.perf_counter() - began, clock_steps + 1, clock_tokens + n_valid
         bar.update()
         logged = cfg.log_interval and (due(step + 1, cfg.log_interval) or step + 1 == cfg.max_steps)
         if logged:
             (nats, n_tokens), state["unlogged"] = state["unlogged"], [0.0, 0]
             loss, tok_per_s = nats / n_tokens if n_tokens else math.nan, clock_tokens / clock
             mfu = flops * tok_per_s / (peak * ranks.world_size) if peak else None
+            passed, ahead = cfg.between(step + 1 - clock_steps, step + 1), cfg.between(step + 1, cfg.max_steps)
+            left = tqdm.format_interval(clock * ahead / passed)  # by tokens: behind a ramp a step takes twice as long
             log.write(step=step + 1, loss=loss, lr=scale * cfg.adamw_lr, lr_scale=scale, grad_norm=grad_norm,
                       tok_per_s=round(tok_per_s), step_ms=clock / clock_steps * 1e3, mfu=mfu, data_wait=wait / clock,
                       tokens=state["tokens"], flops=state["tokens"] * flops, spikes=state["spikes"])
-            bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s")
+            bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s, {left} left")
             if bar.disable:
-                left = tqdm.format_interval((cfg.max_steps - step - 1) * clock / clock_steps)
                 say(f"step {step + 1:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
                     f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | "
                     f"{f'mfu {mfu:.1%} | ' if mfu else ''}{left} left")

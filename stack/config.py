@@ -237,7 +237,7 @@ if Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve().par
 
 @contextlib.contextmanager
 def as_command(name: str):
-    """Around what a command does: a mistake of the user's is one message and exit code 2."""
+    """Around what a command does: a mistake of the user's is one message and exit code 2, a run that failed 1."""
     warn_in_sentences(name)
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
@@ -245,9 +245,9 @@ def as_command(name: str):
         yield
     except ModuleNotFoundError as error:
         not_installed(error)
-    except (ValueError, OSError) as error:
+    except (RunFailed, ValueError, OSError) as error:
         print(f"{name}: {explain(error)}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, RunFailed) else 2)
 
 
 @contextlib.contextmanager

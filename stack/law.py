@@ -10,6 +10,7 @@ import numpy as np
 
 HUBER = 1e-3  # residuals of the logarithm beyond this count linearly (arXiv 2412.04403)
 DRAWS = 100  # of the bootstrap
+SIZE = "parameters", "tokens"
 
 
 def predict(law, n, d):
@@ -62,11 +63,19 @@ def missed(points: list[dict]) -> float:
     return max((abs(math.log(p["predicted"] / p["loss"])) for p in points if p["held_out"]), default=0.0)
 
 
-def warning(points: list[dict]) -> list[str]:
-    """What to say where the law is off by more than 2 % on what was held out."""
-    off = missed(points)
-    return [f"WARNING: the law is off by up to {math.expm1(off):.1%} on a rung just above those fitted, and by more on",
-            "larger models: do not pay by what follows. A larger --budget has wider rungs.", ""] if off > 0.02 else []
+def warning(points: list[dict], own: dict | None) -> list[str]:
+    """What to say where the law is off by more than 2 % on what was held out, or predicts for the config, `own`, more
+    than what has no more parameters and saw no more text came to."""
+    off, lines = missed(points), []
+    if off > 0.02:
+        lines += [f"WARNING: the law is off by up to {math.expm1(off):.1%} on a rung just above those fitted, and by",
+                  "more on larger models: do not pay by what follows. A larger --budget has wider rungs.", ""]
+    below = [p for p in points if own and p["loss"] < own["loss"] and all(p[x] <= own[x] for x in SIZE)]
+    if below:
+        best = min(below, key=lambda p: p["loss"])
+        lines += [f"WARNING: {best['run']} came to {best['loss']:.4f}, with no more parameters and tokens than the",
+                  f"config has: the {own['loss']:.4f} predicted for it is too high.", ""]
+    return lines
 
 
 def plot(result: dict):

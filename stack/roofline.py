@@ -76,7 +76,7 @@ def moved_bytes(cfg, low: int, residual: int, merged: bool) -> tuple[int, int]:
 
 def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, mean_doc_len: int) -> dict[str, float]:
     """Seconds of each part of a compiled micro step on one of GPUS, of a model as counts.build makes it; those of its
-    optimizers are divided over the micro steps of a step.  dtype: of the matmuls; fp32 has TF32's rate, half of
+    optimizers are divided over the micro steps of the run.  dtype: of the matmuls; fp32 has TF32's rate, half of
     bf16's."""
     _, bandwidth, share, *attention = GPUS[gpu]
     cfg, N, low, looked_up = model.cfg, train.micro_batch_size * train.seq_len, dtype.itemsize, counts.tables(model)
@@ -108,5 +108,5 @@ def micro_step(model: GPT, optimizers, train, gpu: str, *, dtype: torch.dtype, m
         "pointwise and norms": N * cfg.n_layers * (forward * (1 + (train.remat != "none")) + backward) / moved,
         "head matmuls": 3 * matmul(V, C),
         "head pointwise and dw": (2 * low * N * V + (chunks - 1) * 8 * V * C) / moved,
-        "rest": around / moved + step * N / train.batch_tokens,
+        "rest": around / moved + step * N * train.max_steps / train.tokens,
     }

@@ -36,7 +36,8 @@ def batch_problems(cfg: TrainConfig, dp_size: int) -> list[str]:
     return [f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
             f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size}{' * 2 for ramp_steps' * (ramp > 1)} = {unit}). "
             f"Set it to {' or '.join(str(n) for n in (below, above) if n)}"
-            f"{f', or micro_batch_size to {micro}' if micro else ''}{', or ramp_steps to 0' * (ramp > 1)}."]
+            f"{f', or micro_batch_size to {micro}' if micro else ''}"
+            f"{', or ramp_steps to 0' * (cfg.batch_tokens * ramp % unit == 0)}."]
 
 
 def shortened(cfg: TrainConfig, say) -> TrainConfig:

@@ -79,11 +79,15 @@ class TrainConfig:
         """Tokens of the step that comes after `step` others."""
         return self.batch_tokens // 2 if step < self.ramp_steps else self.batch_tokens
 
+    def between(self, start: int, end: int) -> int:
+        """Tokens of the steps from `start` to before `end`."""
+        ramp = min(max(self.ramp_steps - start, 0), end - start)
+        return ramp * self.step_tokens(start) + (end - start - ramp) * self.batch_tokens
+
     @property
     def tokens(self) -> int:
         """Tokens of the whole run."""
-        ramp = min(self.ramp_steps, self.max_steps)
-        return ramp * self.step_tokens(0) + (self.max_steps - ramp) * self.batch_tokens
+        return self.between(0, self.max_steps)
 
     def steps(self, tokens: int) -> int:
         """Steps that a run of so many tokens takes."""

@@ -287,7 +287,7 @@ def test_hours_of_20b_tokens():
 @pytest.mark.parametrize("path", CONFIGS)
 def test_the_roofline_is_its_parts(path):
     """Tokens a second and hours are those of the parts' sum; MFU is what train.py would log."""
-    cfg, train = settings(path)
+    cfg, train = settings(path, "--dtype=auto")  # not what this CPU has
     a, fp32 = account.account(cfg, train), account.account(cfg, replace(train, dtype="float32"))
     for name, gpu in a["gpus"].items():
         line = gpu["roofline"]
@@ -302,6 +302,16 @@ def test_the_roofline_is_its_parts(path):
             assert hours * 3600 * float(share[:-1]) / 100 * gpu["peak_tflops"] * 1e12 == pytest.approx(
                 a["tokens"] * a["flops_causal"])
     assert '{"roofline": {"hours"}}' in account.__doc__ and '{"40%": ...}' in account.__doc__ and "40%" in gpu["hours"]
+
+
+def test_hours_of_a_ramp_are_those_of_its_two_parts():
+    """Steps of half the tokens as often as whole ones cost their optimizer's time: hours are those of two runs."""
+    cfg, train = settings("configs/demo.py")
+
+    def hours(**changes):
+        return account.account(cfg, replace(train, **changes))["gpus"]["H100"]["roofline"]["hours"]
+    first = hours(ramp_steps=0, batch_tokens=train.batch_tokens // 2, max_steps=1900)
+    assert hours(ramp_steps=1900, max_steps=2850) == pytest.approx(first + hours(ramp_steps=0, max_steps=950))
 
 
 def test_a_gpu_with_endless_bandwidth_multiplies_only(monkeypatch):

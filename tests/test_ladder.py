@@ -1,9 +1,11 @@
 """The ladder: its law is found again in made losses, its plan costs what account.py says, and a real one, stopped and
 gone on with, ends where one ends that was never stopped."""
 
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,11 +72,23 @@ def test_what_is_off_is_said():
     """Where the law missed what was held out by more than 2 % the table warns; the interval is wider by the miss."""
     points = [dict(held_out=False, predicted=9.0, loss=3.0), dict(held_out=True, predicted=3.03, loss=3.0),
               dict(held_out=True, predicted=2.97, loss=3.0)]
-    assert law_py.warning(points) == [] and law_py.missed(points) == pytest.approx(0.01, rel=0.02)
+    assert law_py.warning(points, None) == [] and law_py.missed(points) == pytest.approx(0.01, rel=0.02)
     points[1]["predicted"] = 3.2
-    assert "6.7%" in law_py.warning(points)[0]
+    assert "6.7%" in law_py.warning(points, None)[0]
     low, high = interval([2.0] * 20, off=law_py.missed(points))
     assert low == pytest.approx(2 / (3.2 / 3)) and high == pytest.approx(2 * 3.2 / 3)
+
+
+def test_a_prediction_above_what_was_measured_is_said():
+    """What is promised to a config must be below what less of a model reached on less text, and may be above a
+    larger's."""
+    own = dict(parameters=100, tokens=1000, loss=2.0)
+    points = [dict(run=f"width-{n}-x{d}", held_out=True, parameters=n, tokens=d, loss=loss, predicted=loss)
+              for n, d, loss in ((50, 1000, 2.1), (200, 900, 1.5), (50, 2000, 1.6))]
+    assert law_py.warning(points, own) == []
+    points += [points[0] | dict(loss=1.9, predicted=1.9)]
+    said = " ".join(law_py.warning(points, own))
+    assert "width-50-x1000 came to 1.9000" in said and "2.0000 predicted for it is too high" in said
 
 
 def test_time():
@@ -92,9 +106,15 @@ def test_time():
 @pytest.mark.parametrize("token, flop, minutes", [(3e-5, 0, 24), (3e-5, 0, 60), (1e-5, 1e-12, 60), (0, 1e-11, 60)])
 def test_a_budget_of_time(monkeypatch, token, flop, minutes):
     """What is promised is what the rungs take, whether a token costs the same at every width, as on a small machine,
-    or by its FLOPs; and the ladder is the widest that fits."""
+    or by its FLOPs; and the ladder is the widest that fits.  What takes so long is said while it does."""
     cfg, train = load((ModelConfig, TrainConfig), ["configs/demo.py"])
-    monkeypatch.setattr(ladder, "probe", lambda rung, _: [rung.flops_per_token, token + flop * rung.flops_per_token, 2])
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+
+    def probe(rung, folder):
+        assert b"timing" in file.getvalue()
+        return [rung.flops_per_token, token + flop * rung.flops_per_token, 2]
+    monkeypatch.setattr(ladder, "probe", probe)
     top, speed = ladder.choose(cfg, train, ladder.LadderConfig(budget=f"{minutes}m"), Path("out/ladder"))
     took = {}
     for width in rungs.tops(cfg):
@@ -196,11 +216,11 @@ def straight(tiny):
     return tiny("straight")
 
 
-def test_a_ladder_stopped_and_gone_on_with(tiny, straight, monkeypatch):
-    """The same ladder.json whether it was interrupted or not, amid a trunk, twice, and amid a decay; the widest rung is
-    no part of the fit."""
+def test_a_ladder_stopped_and_gone_on_with(tiny, straight, monkeypatch, capsys):
+    """The same ladder.json whether it was interrupted or not, amid a trunk, twice, and amid a decay, with what was
+    measured until then; the widest rung is no part of the fit.  Into a file it says how long it takes."""
     schedule = training.schedule
-    for step in (3, 12, 15):  # of the first run that gets there: a trunk begins its last decay at 14
+    for step in (3, 12, 22):  # of the first run that gets there: the trunk ends at 20, where its last decay begins
 
         def stopping(cfg, at, step=step):
             if at == step:
@@ -211,9 +231,14 @@ def test_a_ladder_stopped_and_gone_on_with(tiny, straight, monkeypatch):
             tiny("stopped")
         assert stopped.value.code == 1
     monkeypatch.setattr(training, "schedule", schedule)
+    assert re.findall(r"(\S+): loss .* at most \d\d:\d\d left", capsys.readouterr().out) == ["width-16-x1"]
+    (kept,) = json.loads((straight.parent.parent / "stopped" / straight.name / "ladder.json").read_text())["points"]
     one, two = (json.loads((folder / "ladder.json").read_text()) for folder in (straight, tiny("stopped")))
     assert one.pop("asked") | {"out_dir": ""} == two.pop("asked") | {"out_dir": ""}
-    assert one == two and (straight / "ladder.png").stat().st_size > 10_000
+    assert kept.items() <= one["points"][0].items() and one == two
+    assert "width-16-x1: loss" in (said := capsys.readouterr().out) and not re.search(
+        "width-16-x1: .* left", said)  # nothing of it was trained now
+    assert (straight / "ladder.png").stat().st_size > 10_000
     held, fitted = ([p for p in one["points"] if p["held_out"] is kind] for kind in (True, False))
     assert len(held) == 2 and len(fitted) == 4 and all(p["bpb"] > 0 for p in held + fitted)
     n, d, loss = (np.array([p[key] for p in fitted]) for key in ("parameters", "tokens", "loss"))
@@ -265,7 +290,8 @@ def test_run_train_saves_when_it_is_stopped(data, tmp_path):
     (["--budget", "1e6"], "--budget 1e6 is not enough: the smallest ladder below this model takes"),
     (["--budget", "soon"], "must be minutes, hours or FLOPs"), (["--budget", "-3m"], "must be positive"),
     (["--d_model=48"], "the model is 48 wide"), (["--data_dir=nowhere"], "nowhere not found"),
-    (["--batch_tokens=4097"], "must be a multiple")])
+    (["--batch_tokens=4097"], "must be a multiple"), (["--seq_len=20000", "--max_seq_len=20000", "--batch_tokens=20000",
+      "--micro_batch_size=1", "--plan"], "Split 'val' of")])
 def test_refusals(tiny, flags, said, capsys):
     """What cannot be done is one message and exit code 2, before anything is trained."""
     with pytest.raises(SystemExit) as stopped:
@@ -278,3 +304,9 @@ def test_plan_trains_nothing_and_other_settings_are_refused(tiny, straight, caps
     with pytest.raises(SystemExit):
         tiny("straight", "--seed=2")
     assert "has a ladder of other settings: seed" in capsys.readouterr().err
+    folder = tiny("foreign", "--plan")
+    folder.mkdir()
+    (folder / "ladder.json").write_text('{"rungs": 4}')  # somebody else's
+    with pytest.raises(SystemExit) as stopped:
+        tiny("foreign")
+    assert stopped.value.code == 2 and "has a ladder of other settings: budget" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from conftest import document_ids
 from test_log import FakeWandb
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from tqdm import tqdm
 
 import account
 import train
@@ -34,6 +36,7 @@ from stack.data.shards import open_shard, read_meta, write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
 from stack.evaluation.held_out import evaluate
 from stack.resume import resume_command
+from stack.start import batch_problems
 from stack.train_config import TrainConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,6 +189,34 @@ def test_batch_ramp(data, tmp_path, monkeypatch):
     assert account.account(model_cfg, cfg)["tokens"] == tokens[-1]
     for steps, n in enumerate((0, *tokens)):
         assert replace(cfg, max_steps=steps).tokens == n and cfg.steps(n) == steps and cfg.steps(n + 1) == steps + 1
+
+
+def test_time_left_with_a_ramp(data, tmp_path, monkeypatch, capsys):
+    """Where every token takes equally long, what has passed and what is said to be left are one sum, from the first
+    line on: a step behind the ramp takes twice as long as one within."""
+    now = [0.0]
+
+    def a_minute(x, y):
+        now[0] += 60
+        return x, y
+    runs.spy_batches(monkeypatch, a_minute)
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    runs.run(data, tmp_path / "run", ramp_steps=3, max_steps=7, log_interval=2)
+    minutes = [4, 10, 18]  # 2 micro batches a step, then 4, at the end of steps 2, 4 and 6
+    assert re.findall(r"tok/s \| (\S+) left", capsys.readouterr().out) == [
+        tqdm.format_interval(60 * (22 - passed)) for passed in minutes] + ["00:00"]
+
+
+@pytest.mark.parametrize("settings", [dict(ramp_steps=5), dict(ramp_steps=5, micro_batch_size=3), {}])
+def test_advice_on_a_batch_can_be_followed(settings):
+    """Each way out that a refused batch_tokens is offered is one."""
+    for tokens in range(32, 1500, 32):
+        cfg = TrainConfig(**dict(seq_len=32, batch_tokens=tokens, micro_batch_size=2) | settings)
+        said = " ".join(batch_problems(cfg, 2))
+        assert bool(said) is (tokens % (2 * 32 * cfg.micro_batch_size * (1 + bool(cfg.ramp_steps))) > 0)
+        ways = [("batch_tokens", n) for n in re.findall(r"\d+", "".join(re.findall(r"Set it to ([\d or]+)", said)))]
+        ways += re.findall(r"or (\w+) to (\d+)", said)
+        assert all(not batch_problems(replace(cfg, **{name: int(n)}), 2) for name, n in ways), said
 
 
 def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
