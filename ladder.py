@@ -167,7 +167,7 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                                "flops": tokens * rung.flops_per_token, "loss": got["val_loss"], "bpb": got["val_bpb"]})
                 left = here and (cost - done) / here * (time.monotonic() - began)  # a FLOP of a wider rung takes less
                 tqdm.write(f"{out.name}: loss {got['val_loss']:.4f} after {tokens:,} tokens, {done / cost:.0%}"
-                           + f", at most {tqdm.format_interval(left)} left" * fresh)
+                           + f", {tqdm.format_interval(left)} left at this pace" * fresh)
                 if fresh:
                     keep(points)
     bar.close()

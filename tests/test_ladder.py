@@ -231,7 +231,7 @@ def test_a_ladder_stopped_and_gone_on_with(tiny, straight, monkeypatch, capsys):
             tiny("stopped")
         assert stopped.value.code == 1
     monkeypatch.setattr(training, "schedule", schedule)
-    assert re.findall(r"(\S+): loss .* at most \d\d:\d\d left", capsys.readouterr().out) == ["width-16-x1"]
+    assert re.findall(r"(\S+): loss .* \d\d:\d\d left at this pace", capsys.readouterr().out) == ["width-16-x1"]
     (kept,) = json.loads((straight.parent.parent / "stopped" / straight.name / "ladder.json").read_text())["points"]
     one, two = (json.loads((folder / "ladder.json").read_text()) for folder in (straight, tiny("stopped")))
     assert one.pop("asked") | {"out_dir": ""} == two.pop("asked") | {"out_dir": ""}
