@@ -80,7 +80,7 @@ def grow(table, n_real: int, n_rows: int):
     old = table[:n_real].float()
     generator = torch.Generator().manual_seed(n_real)  # not a constant: growing twice must not repeat the noise
     noise = torch.randn(n_rows - n_real, table.shape[1], generator=generator)
-    return torch.cat([table[:n_real], (old.mean(0) + NOISE * old.std() * noise).to(table.dtype)])
+    return torch.cat([table[:n_real], (old.mean(0) + NOISE * old.std(0) * noise).to(table.dtype)])
 
 
 def resize(run, out, names: list[str]):

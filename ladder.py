@@ -11,9 +11,8 @@ those of the three narrower rungs is fitted (arXiv 2203.15556, 2412.04403)
 
     loss = E + A / N^a + B / D^b        N parameters that multiply, D training tokens
 
-The widest is never fitted: how far off it is predicted is printed, and above 2 % a warning not to pay by the rest.  No
-ladder of CPU minutes came below that yet.  A prediction is claimed up to 300 times the FLOPs of the largest fitted run
-(docs/scaling-laws.md); beyond there is no number, but the ladder that it takes.  The same command again goes on after a
+The widest is never fitted: how far off it is predicted is printed, above 2 % with a warning.  No number is claimed for
+more than 300 times the FLOPs of the largest fitted run (docs/scaling-laws.md).  The same command again goes on after a
 stop.  Written to out/ladder-NAME: ladder.json, ladder.png.  Any setting of the config may follow as --key=value.
 """
 
@@ -80,7 +79,7 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
                          "must be narrower. Train the model itself: it is small enough.")
     ladders = {top: ladder(cfg, train, top, folder) for top in tops(cfg)}
     if unit == "s":
-        print(f"timing {PROBE_STEPS} steps of two widths, which takes minutes where none is compiled yet", flush=True)
+        print(f"timing {PROBE_STEPS} steps of two or three widths: minutes where none is compiled yet", flush=True)
         narrow, *_, wide = ladders[tops(cfg)[0]]
         cold, warm = (probe(narrow, folder) for _ in range(2))  # the first compiles
         speed = [[*warm, cold[-1]], probe(wide, folder)]  # a narrow model may be no faster a token than a wide one
@@ -154,10 +153,10 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                 if not whole and standing(out) in (None, end):  # not begun, or cut off amid its evaluation
                     shutil.rmtree(out, ignore_errors=True)
                     fork(Path(rung.trunk.out_dir) / f"ckpt_step_{begin:07d}", out)
-                run_train(rung.model, train, *["--init_from=resume"] * ((at := standing(out)) is not None), seen=seen)
+                at = standing(out)
+                run_train(rung.model, train, *([] if at is None else ["--init_from=resume"]), seen=seen)
                 if not finished(train, whole):
-                    raise RunFailed(f"{out} has not reached step {end}: its training was stopped. The same command "
-                                    f"goes on; {out}.txt has what it said.")
+                    raise RunFailed(f"{out} was stopped before step {end}; see {out}.txt. The same command goes on.")
                 here += (end - (at or 0)) * per_step
             seen(end)
             done += (end - begin) * per_step
@@ -165,11 +164,12 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                 got, tokens = log_of(train)[-1], end * train.batch_tokens
                 points.append({"run": out.name, "parameters": rung.n, "tokens": tokens, "held_out": rung.held_out,
                                "flops": tokens * rung.flops_per_token, "loss": got["val_loss"], "bpb": got["val_bpb"]})
-                left = here and (cost - done) / here * (time.monotonic() - began)  # a FLOP of a wider rung takes less
-                tqdm.write(f"{out.name}: loss {got['val_loss']:.4f} after {tokens:,} tokens, {done / cost:.0%}"
-                           + f", {tqdm.format_interval(left)} left at this pace" * fresh)
+                said = f"{out.name}: loss {got['val_loss']:.4f} after {tokens:,} tokens, {done / cost:.0%}"
                 if fresh:
                     keep(points)
+                    left = tqdm.format_interval((cost - done) / here * (time.monotonic() - began))
+                    said += f", {left} left at this pace"
+                tqdm.write(said)
     bar.close()
     return points
 
@@ -263,8 +263,8 @@ def main():
         scratch = "init_from must be scratch: a ladder has no other runs."
         cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__, check=lambda
                                    cfg, train, _: check(cfg, train) + [scratch] * (train.init_from != "scratch"))
-        meta = TokenData(train.data_dir, "val", seq_len=train.seq_len, loss_on=train.loss_on,  # where decays end: first
-                         doc_mask=train.doc_mask).meta
+        val = TokenData(train.data_dir, "val", seq_len=train.seq_len, loss_on=train.loss_on, doc_mask=train.doc_mask)
+        meta = val.meta  # decays end with it: what is wrong with it is said before a trunk is trained
         cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
         folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"
         asked = json.loads(json.dumps({"budget": options.budget, "data": meta["data_fingerprint"],

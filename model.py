@@ -37,7 +37,7 @@ class ModelConfig:
     vocab_multiple: int = 64  # table rows are padded up to a multiple of this; pad rows never get probability
     tie_embeddings: bool = True  # one table for input and output
     embed_scale: bool = False  # multiply embeddings by sqrt(d_model) (original Transformer, Gemma)
-    embed_constant: float = 0.0  # size of what all rows of the table begin with in common, by that of all else in them
+    embed_constant: float = 0.0  # all rows of the table begin with one part, so many times as long as the rest; 0 = off
     # shape
     d_model: int = 512  # width of the residual stream
     n_layers: int = 30  # blocks
@@ -297,7 +297,7 @@ class KVCache:
 def init(layer, summands: int = 1):
     """A layer that starts without bias, a table from N(0, 0.02²), a linear one from INIT_WIDTH/d_model of that, so
     that what leaves it is as large at every width (docs/scaling-laws.md).  Where a branch ends in the residual stream
-    that is divided by the 2L branches, summands of the stream.  Nothing overwrites these values later."""
+    that is divided by the 2L branches, summands of the stream.  Only embed_constant overwrites any of it."""
     width = INIT_WIDTH if isinstance(layer, nn.Embedding) else layer.out_features if summands > 1 else layer.in_features
     layer.weight.normal_(std=INIT_STD / math.sqrt(summands * width / INIT_WIDTH))
     if getattr(layer, "bias", None) is not None:

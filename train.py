@@ -199,8 +199,9 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         say(line)
 
     # 8. loop --------------------------------------------------------------------------------------------------------
-    bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True, disable=not main or None,
-               bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]")  # None: on a terminal
+    bar = tqdm(total=cfg.max_steps, initial=state["step"], unit="step", dynamic_ncols=True,
+               bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]",
+               disable=None if main else True)  # None: only on a terminal
     at_exit.callback(bar.close)
     first_step = state["step"]
     gc.collect()
@@ -255,11 +256,11 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
             break
 
         began = time.perf_counter()
-        scale = schedule(cfg, step)
+        scale, step_tokens = schedule(cfg, step), cfg.step_tokens(step)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * scale
-        totals, step_tokens = torch.zeros(2, device=device), cfg.step_tokens(step)  # nats, valid tokens
+        totals = torch.zeros(2, device=device)  # nats, valid tokens
         for micro_step in range(step_tokens // micro_tokens):
             fetching = time.perf_counter()
             x, y, docs = next(batches)  # (b, T) each
@@ -323,9 +324,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                       tokens=state["tokens"], flops=state["tokens"] * flops, spikes=state["spikes"])
             bar.set_postfix_str(f"loss {loss:.3f}, {tok_per_s:,.0f} tok/s, {left} left")
             if bar.disable:
-                say(f"step {step + 1:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | "
-                    f"grad {grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | "
-                    f"{f'mfu {mfu:.1%} | ' if mfu else ''}{left} left")
+                say(f"step {step + 1:>6}/{cfg.max_steps} | loss {loss:.4f} | lr {scale * cfg.adamw_lr:.1e} | grad "
+                    f"{grad_norm:.2f} | {tok_per_s:>9,.0f} tok/s | {f'mfu {mfu:.1%} | ' if mfu else ''}{left} left")
         if logged or step == first_step:  # the first compiles and warms up: no part of the average
             clock, clock_steps, clock_tokens, wait = 0.0, 0, 0, 0.0
     # 9. close: at_exit writes report and curves, closes the log, ends the threads, gives the signals back ------------

@@ -10,7 +10,6 @@ import numpy as np
 
 HUBER = 1e-3  # residuals of the logarithm beyond this count linearly (arXiv 2412.04403)
 DRAWS = 100  # of the bootstrap
-SIZE = "parameters", "tokens"
 
 
 def predict(law, n, d):
@@ -70,7 +69,8 @@ def warning(points: list[dict], own: dict | None) -> list[str]:
     if off > 0.02:
         lines += [f"WARNING: the law is off by up to {math.expm1(off):.1%} on a rung just above those fitted, and by",
                   "more on larger models: do not pay by what follows. A larger --budget has wider rungs.", ""]
-    below = [p for p in points if own and p["loss"] < own["loss"] and all(p[x] <= own[x] for x in SIZE)]
+    below = [p for p in points if own and p["loss"] < own["loss"]
+             and p["parameters"] <= own["parameters"] and p["tokens"] <= own["tokens"]]
     if below:
         best = min(below, key=lambda p: p["loss"])
         lines += [f"WARNING: {best['run']} came to {best['loss']:.4f}, with no more parameters and tokens than the",

@@ -25,10 +25,10 @@ def family(cfg: ModelConfig, width: int) -> ModelConfig:
     models of one block none says what a second one is worth: three are the least, where the config has them, as two
     key heads are, without which runs differ by a tenth in how soon they learn to repeat (docs/lab-notes.md)."""
     part, least = width / cfg.d_model, min(cfg.n_kv_heads, 2)
-    heads = max(round(cfg.n_heads * part), least)
-    kv_heads = next(k for k in range(least, heads + 1) if heads % k == 0 and k * cfg.n_heads >= heads * cfg.n_kv_heads)
-    return replace(cfg, d_model=width, n_layers=max(round(cfg.n_layers * part), min(cfg.n_layers, 3)), n_heads=heads,
-                   n_kv_heads=kv_heads, d_ff=max(round(cfg.d_ff * part / 16), 1) * 16)
+    kv_heads = max(round(cfg.n_kv_heads * part), least)
+    queries = min(max(round(cfg.n_heads * part / kv_heads), 1), cfg.n_heads // cfg.n_kv_heads)  # of a key head
+    return replace(cfg, d_model=width, n_layers=max(round(cfg.n_layers * part), min(cfg.n_layers, 3)),
+                   n_heads=kv_heads * queries, n_kv_heads=kv_heads, d_ff=max(round(cfg.d_ff * part / 16), 1) * 16)
 
 
 def parameters(cfg: ModelConfig | GPT) -> int:
@@ -155,7 +155,7 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
     cost, own = sum(rung.cost() for rung in rungs), own_flops(cfg, train)
     lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk; the config's own run takes "
                  f"{own:.3g} FLOPs")
-    if cost > own / 4:
+    if cost > own / 4:  # FLOPs of narrow models take several times as long
         lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
     if speed:
         lines.append(f"A busy machine is timed otherwise the next time; --budget {cost * 1.01:.3g} is always this one.")

@@ -27,17 +27,18 @@ def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
 
 def batch_problems(cfg: TrainConfig, dp_size: int) -> list[str]:
     """Why a step's tokens cannot be divided over micro batches and `dp_size` whole models; empty when they can."""
-    row, ramp = cfg.seq_len * dp_size, 2 if cfg.ramp_steps else 1
-    row, unit = row * ramp, row * cfg.micro_batch_size * ramp
+    parts = 2 if cfg.ramp_steps else 1  # steps within the ramp have half of it
+    row = cfg.seq_len * dp_size * parts
+    unit = row * cfg.micro_batch_size
     if cfg.batch_tokens % unit == 0:
         return []
     below, above = cfg.batch_tokens // unit * unit, -(-cfg.batch_tokens // unit) * unit
     micro = next((n for n in range(cfg.micro_batch_size, 0, -1) if cfg.batch_tokens % (row * n) == 0), None)
     return [f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
-            f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size}{' * 2 for ramp_steps' * (ramp > 1)} = {unit}). "
-            f"Set it to {' or '.join(str(n) for n in (below, above) if n)}"
+            f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size}{' * 2 for ramp_steps' if cfg.ramp_steps else ''} = "
+            f"{unit}). Set it to {' or '.join(str(n) for n in (below, above) if n)}"
             f"{f', or micro_batch_size to {micro}' if micro else ''}"
-            f"{', or ramp_steps to 0' * (cfg.batch_tokens * ramp % unit == 0)}."]
+            f"{', or ramp_steps to 0' if cfg.batch_tokens % (unit // parts) == 0 else ''}."]
 
 
 def shortened(cfg: TrainConfig, say) -> TrainConfig:

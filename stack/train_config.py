@@ -80,9 +80,9 @@ class TrainConfig:
         return self.batch_tokens // 2 if step < self.ramp_steps else self.batch_tokens
 
     def between(self, start: int, end: int) -> int:
-        """Tokens of the steps from `start` to before `end`."""
-        ramp = min(max(self.ramp_steps - start, 0), end - start)
-        return ramp * self.step_tokens(start) + (end - start - ramp) * self.batch_tokens
+        """Tokens of the steps that come after `start` others, up to and with the one numbered `end`."""
+        halves = min(max(self.ramp_steps - start, 0), end - start)
+        return (end - start) * self.batch_tokens - halves * (self.batch_tokens // 2)
 
     @property
     def tokens(self) -> int:
@@ -91,10 +91,10 @@ class TrainConfig:
 
     def steps(self, tokens: int) -> int:
         """Steps that a run of so many tokens takes."""
-        ramp = self.ramp_steps * self.step_tokens(0)
-        if tokens <= ramp:
-            return -(-tokens // self.step_tokens(0))
-        return self.ramp_steps - (ramp - tokens) // self.batch_tokens
+        ramp = self.between(0, self.ramp_steps)
+        if tokens < ramp:
+            return -(-tokens // (self.batch_tokens // 2))
+        return self.ramp_steps + -(-(tokens - ramp) // self.batch_tokens)
 
     @property
     def checkpoint(self) -> str | None:

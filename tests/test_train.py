@@ -216,7 +216,9 @@ def test_advice_on_a_batch_can_be_followed(settings):
         assert bool(said) is (tokens % (2 * 32 * cfg.micro_batch_size * (1 + bool(cfg.ramp_steps))) > 0)
         ways = [("batch_tokens", n) for n in re.findall(r"\d+", "".join(re.findall(r"Set it to ([\d or]+)", said)))]
         ways += re.findall(r"or (\w+) to (\d+)", said)
+        assert bool(said) is any(name == "batch_tokens" for name, _ in ways)
         assert all(not batch_problems(replace(cfg, **{name: int(n)}), 2) for name, n in ways), said
+        assert ("ramp_steps to 0" in said) is bool(said and not batch_problems(replace(cfg, ramp_steps=0), 2))
 
 
 def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
