@@ -1,5 +1,5 @@
 # The baseline of the demo: nanoGPT's model and recipe (github.com/karpathy/nanoGPT) at its best size for this budget.
-# Hardware: two CPU cores. Time: 5 to 12 minutes with bf16, 30 without. Expected: see README "What you get".
+# Hardware: two CPU cores. Time: 5 to 12 minutes with bf16, 20 to 30 without. Expected: see README "What you get".
 # Needs: python prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
 # Launch: python train.py configs/demo_nanogpt.py
 

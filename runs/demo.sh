@@ -16,7 +16,7 @@ python() { printf '%q ' python "$@"; echo; command python "$@"; }  # each comman
 base() {
     # text, tokenizer, shards: half a minute
     python prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
-    # 1.2M parameters see 7.8M tokens: three to seven minutes where the CPU multiplies bf16, half an hour elsewhere
+    # 1.2M parameters see 7.8M tokens: three to seven minutes where the CPU multiplies bf16, 20 to 30 elsewhere
     python train.py configs/demo.py
     python eval.py out/demo
     echo
