@@ -8,7 +8,7 @@ import torch
 # model: small, so that it sees every document twice in minutes; a fourth layer or more heads only cost time. With one
 # key head in place of two the same run ends up to an eighth worse, by how late it learns to repeat (docs/lab-notes.md)
 vocab_size, d_model, n_layers, n_heads, n_kv_heads, head_dim, d_ff, max_seq_len = 4096, 128, 3, 2, 2, 64, 384, 256
-embed_constant = 3.0  # by it heads tell places apart from the start: an eighth lower after 950 steps (lab notes)
+embed_constant = 3.0  # by it heads tell places apart from the start, and learn to repeat sooner (docs/lab-notes.md)
 
 # data
 data_dir, out_dir = "data/demo", "out/demo"
