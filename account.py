@@ -213,7 +213,7 @@ def tables(a: dict, cfg: ModelConfig, train: TrainConfig) -> str:
         row("total untied", a["total_untied"], f"tables {a['table_share_untied']:.2%}"),
         row("loss before training", f"{a['expected_initial_loss']:.2f}",
             f"nats: ln V + {'d_model' if cfg.tie_embeddings else INIT_WIDTH} * 0.02^2 / 2"
-            f"{' / (1 + embed_constant^2)' if cfg.embed_constant else ''}"),
+            f"{' / (1 + embed_constant^2) at least' if cfg.embed_constant else ''}"),
         *(textwrap.fill(group, 118, initial_indent="  ", subsequent_indent="    ") for group in a["groups"]),
         "", "Weights",
         row("float32", size(a["bytes_float32"])),

@@ -156,7 +156,7 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                 at = standing(out)
                 run_train(rung.model, train, *([] if at is None else ["--init_from=resume"]), seen=seen)
                 if not finished(train, whole):
-                    raise RunFailed(f"{out} was stopped before step {end}; see {out}.txt. The same command goes on.")
+                    raise RunFailed(f"{out} diverged or stopped before step {end}: see {out}.txt. Run again to go on.")
                 here += (end - (at or 0)) * per_step
             seen(end)
             done += (end - begin) * per_step

@@ -71,6 +71,8 @@ def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None,
         if other := differences(model_cfg, settled):
             say(f"the architecture is that of {source}, not the one asked for: {other}")
         return settled, rated(settled, cfg, source, saved, say)
+    if saved is not None:  # initial values: those that the run had, whatever a config file says by now
+        model_cfg = replace(model_cfg, embed_constant=ModelConfig(**saved["model"]).embed_constant)
     if tokenizer.vocab_size > model_cfg.vocab_size:
         raise ConfigError(f"vocab_size ({model_cfg.vocab_size}) is less than the {tokenizer.vocab_size} ids of "
                           f"{cfg.data_dir}. Set --vocab_size={tokenizer.vocab_size}.")

@@ -1,10 +1,13 @@
 """Shared fixtures: the repository on the path, one thread (tests run side by side), tiny models."""
 
+import contextlib
+import io
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two busy processes on two cores spin at barriers
@@ -40,6 +43,12 @@ def document_ids(x, boundary_id: int):
 def resident() -> int:
     """Bytes of memory in use now: the most ever, which other tests may have needed, would hide growth."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def table(out):
+    """Rows of the last markdown table, by their first cell."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line[:1] == "|"]
+    return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
 
 
 @pytest.fixture(scope="session")
@@ -103,3 +112,46 @@ def run_eval(monkeypatch, capsys):
             code = stopped.code
         return code, *capsys.readouterr()
     return call
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, tmp_path, request):
+    """here(*args) -> (exit code, stdout, stderr) of bench in this process, its rows too, with nothing compiled."""
+    from bench import __main__ as bench
+    from bench import gpu, measure
+    from stack import device
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))  # a row's own process ends with it
+
+    def main(*argv):
+        monkeypatch.setattr(sys, "argv", ["bench", *map(str, argv)])
+        bench.main()
+
+    def run_row(command, row, timeout=None, cache=None):
+        argv, out = sys.argv, io.TextIOWrapper(io.BytesIO(), write_through=True)
+        with contextlib.redirect_stdout(out):
+            try:
+                main(*command, "--row", row)
+            except Exception as error:
+                return dict(row=row, failed=f"{type(error).__name__}: {error}")
+            finally:
+                sys.argv = argv  # a row that is train.py has its own
+        *before, last = measure.objects(out.buffer.getvalue().decode())
+        return last | (dict(before=before) if before else {})
+
+    def call(*argv):
+        code = 0
+        try:
+            main(*argv)
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as a row's process has its own
+    monkeypatch.setattr(measure, "run_row", run_row)
+    monkeypatch.setattr(gpu, "run_row", run_row)
+    monkeypatch.setattr(device, "keep_freed_memory", lambda: None)  # is for good, and other tests measure memory
+    monkeypatch.setitem(measure.READ_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(measure.MATMUL_SIZE, "cpu", 256)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(measure.gc, "collect", lambda: 0)  # half a second in a process full of other tests' modules
+    yield call
+    torch.compiler.set_stance("default")

@@ -4,12 +4,14 @@ import copy
 import math
 
 import pytest
+import runs
 import torch
 import torch.nn.functional as F
 from conftest import tiny_config
 
 from account import account
-from model import GPT, INIT_STD, check_ids
+from model import GPT, INIT_STD, ModelConfig, check_ids
+from stack.config import load
 from stack.train_config import TrainConfig
 
 WIDE = INIT_STD * math.sqrt(128 / 64)  # the tiny model is 64 wide
@@ -70,6 +72,16 @@ def test_embed_constant_start(tied):
         if tied:
             model.norm.weight[:8] = 1.0  # an offset of all logits, which softmax does not see either
             assert abs(model(x, y) - before) < 1e-4
+
+
+def test_embed_constant_of_a_run_that_goes_on(data, tmp_path):
+    """A config file whose constant is another by now neither stops a run nor rewrites what it began with."""
+    whole, resumed = (runs.run(data, tmp_path / name, embed_constant=3.0, max_steps=4, save_interval=2, keep=2)
+                      for name in ("whole", "resumed"))
+    runs.run(data, resumed, embed_constant=0.0, max_steps=4, init_from="resume:ckpt_step_0000002", save_interval=2,
+             keep=2)
+    runs.assert_same_checkpoint(whole, resumed)
+    assert load((ModelConfig, TrainConfig), [str(resumed / "config.json")])[0].embed_constant == 3.0
 
 
 def test_embed_constant_tells_places_apart():

@@ -192,7 +192,8 @@ FAMILIES = {  # switches: what a model of ours must be; keys: our name -> theirs
 FAMILIES["mistral"] = FAMILIES["llama"] | dict(  # only read: as a model it is a Llama
     unsaid=UNSAID | {"sliding_window": 4096}, fixed={"hidden_act": "silu", "sliding_window": None})
 OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner")  # or null: as many as heads, d_model / heads, 4 * d_model
-KNOWN = {"vocab_size", "vocab_multiple", "rope_theta", *ROTARY, *LEARNED, *FAMILIES["qwen3"]["switches"]}
+KNOWN = {"vocab_size", "vocab_multiple", "rope_theta", *ROTARY, *LEARNED, *FAMILIES["qwen3"]["switches"],
+         "embed_constant"}  # of initial values only: nothing to carry over, and 0 in what comes back
 
 
 def family(cfg: ModelConfig) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import prepare
 import sample
 import train
-from model import GPT, generate
+from model import GPT, ModelConfig, generate
 from stack.checkpoint import tensors as checkpoint
 from stack.data.shards import write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
@@ -46,7 +47,8 @@ def words():
 # Out
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "n_kv_heads": 4}], ids=["tied", "untied"])
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "n_kv_heads": 4}, {"embed_constant": 3.0}],
+                         ids=["tied", "untied", "constant"])
 @pytest.mark.parametrize("architecture", OURS)
 def test_export_is_the_same_model_elsewhere(tmp_path, words, architecture, changes):
     """transformers loads the folder without a missing or unknown tensor: same logits, same greedy tokens, no pad rows;
@@ -79,10 +81,15 @@ def test_export_is_the_same_model_elsewhere(tmp_path, words, architecture, chang
 
     run("import", tmp_path / "hf", tmp_path / "back")
     back, back_words, _ = checkpoint.load_model(tmp_path / "back")
-    assert back.cfg == model.cfg and back_words.fingerprint == words.fingerprint
+    assert back.cfg == replace(model.cfg, embed_constant=0.0) and back_words.fingerprint == words.fingerprint
     for name, p in model.named_parameters():
         rows = n if name in ("embed.weight", "head.weight") else len(p)
         assert torch.equal(p[:rows], back.get_parameter(name)[:rows]), name
+
+
+def test_every_setting_is_known():
+    """A setting of ours that is not listed would be refused as a stranger's, by export, gguf, resize, tie and untie."""
+    assert {field.name for field in fields(ModelConfig)} == hf.KNOWN
 
 
 @pytest.mark.parametrize("changes", [
