@@ -9,6 +9,6 @@ init_from, data_dir, out_dir = "out/demo", "data/chat", "out/chat"
 packing, doc_mask = "best_fit", True  # conversations whole, and blind for each other
 
 batch_tokens, ramp_steps = 8 * 256, 0
-muon_lr, adamw_lr = 2e-3, 1.6e-3  # 0.4 of the demo's: another kind of text, and little time
+muon_lr, adamw_lr = 2e-3, 1.6e-3  # below the demo's: another kind of text, and little time
 warmup_steps, decay_fraction, max_steps = 20, 0.6, 800
 eval_interval, save_interval, sample_interval, log_interval, keep = 400, 0, 0, 50, 0
