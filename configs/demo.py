@@ -1,5 +1,5 @@
 # A model from nothing on a laptop: a 1.2M-parameter decoder learns Python from the standard library's own source.
-# Hardware: two CPU cores. Time: 3 to 7 minutes with bf16, 20 to 30 without. Expected: 0.97 to 1.1 bits per byte.
+# Hardware: two CPU cores. Time: 3 to 7 minutes with bf16, 20 to 30 without. Expected: 0.96 to 1.0 bits per byte.
 # Needs: python prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05
 # Launch: python train.py configs/demo.py
 
