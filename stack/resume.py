@@ -54,9 +54,9 @@ def resume_command(typed: list[str]) -> str:
 
 
 def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, tokenizer, say):
-    """The model to build: as asked for, with the tokenizer's vocabulary; to finetune, that of `source`, of which
-    `saved` holds "model" and "tokenizer", with another context if one was asked for.  And the settings, with the
-    learning rates that were left open."""
+    """The model to build: as asked for, with the tokenizer's vocabulary and, of a run that goes on, its initial values;
+    to finetune, that of `source`, of which `saved` holds "model" and "tokenizer", with another context if one was asked
+    for.  And the settings, with the learning rates that were left open."""
     if saved is not None and saved["tokenizer"] != tokenizer.fingerprint:
         raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
                           f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
