@@ -1,6 +1,6 @@
 """What a config will reach, before it runs: small models of its shape are trained, a law is fitted and carried up.
 
-    python ladder.py configs/demo.py --budget 30m --plan       what it would train and cost, and no more
+    python ladder.py configs/demo.py --budget 30m --plan       what it would train and cost; minutes are timed first
     python ladder.py configs/demo.py --budget 30m              minutes (m) or hours (h) of this machine
     python ladder.py configs/stack100m.py --device=cuda --budget 6e17           or training FLOPs
 

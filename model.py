@@ -37,7 +37,7 @@ class ModelConfig:
     vocab_multiple: int = 64  # table rows are padded up to a multiple of this; pad rows never get probability
     tie_embeddings: bool = True  # one table for input and output
     embed_scale: bool = False  # multiply embeddings by sqrt(d_model) (original Transformer, Gemma)
-    embed_constant: float = 0.0  # all rows of the table begin with one part, so many times as long as the rest; 0 = off
+    embed_constant: float = 0.0  # a 16th of each row begins as one constant, so many times the rest; 0 = off
     # shape
     d_model: int = 512  # width of the residual stream
     n_layers: int = 30  # blocks

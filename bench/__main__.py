@@ -14,10 +14,10 @@ limits are in the bench's own file, of whom the peers are in peers.py.  Other pe
 installed, best in an environment of their own, whose python then runs this (torch from the CPU index, or on a GPU the
 build that fits it; litgpt without its pins, which would lower the others; llama.cpp compiles for five minutes):
 
-    python -m venv /tmp/peers
-    /tmp/peers/bin/pip install -r requirements.txt lightning jsonargparse docstring-parser psutil llama-cpp-python
-    /tmp/peers/bin/pip install --no-deps litgpt==0.5.13
-    /tmp/peers/bin/python -m bench step
+    python -m venv .venv-peers
+    .venv-peers/bin/pip install -r requirements.txt lightning jsonargparse docstring-parser psutil llama-cpp-python
+    .venv-peers/bin/pip install --no-deps litgpt==0.5.13
+    .venv-peers/bin/python -m bench step
 """
 
 import argparse

@@ -10,5 +10,6 @@ data_dir, out_dir = "data/anneal", "out/anneal"
 packing, doc_mask = "best_fit", True  # conversations whole, and blind for each other
 
 batch_tokens, ramp_steps = 8 * 256, 0  # as at that step
+muon_lr = adamw_lr = None  # goes on with the run's own
 schedule, warmup_steps, decay_fraction, max_steps = "linear", 0, 1.0, 400
 eval_interval, save_interval, sample_interval, log_interval, keep = 200, 0, 0, 50, 0

@@ -6,7 +6,8 @@
 import torch
 
 # model: small, so that it sees every document twice in minutes; a fourth layer or more heads only cost time. With one
-# key head in place of two the same run ends up to an eighth worse, by how late it learns to repeat (docs/lab-notes.md)
+# key head, before embed_constant, runs ended up to a seventh worse, by how late they learned to repeat
+# (docs/lab-notes.md)
 vocab_size, d_model, n_layers, n_heads, n_kv_heads, head_dim, d_ff, max_seq_len = 4096, 128, 3, 2, 2, 64, 384, 256
 embed_constant = 3.0  # by it heads tell places apart from the start, and learn to repeat sooner (docs/lab-notes.md)
 
@@ -15,7 +16,7 @@ data_dir, out_dir = "data/demo", "out/demo"
 seq_len, micro_batch_size, batch_tokens, doc_mask = 256, 8, 16 * 256, False
 
 # optimizer
-muon_lr, adamw_lr, z_loss = 2.5e-3, 6e-3, 0.0  # twice Muon's ends as well here, and costs a short run 2 to 7 %
+muon_lr, adamw_lr, z_loss = 2.5e-3, 6e-3, 0.0  # 5e-3 and 4e-3 end as well, and are 2 to 7 % worse in a fifth of the run
 warmup_steps, ramp_steps, max_steps = 100, 1900, 2850  # half the batch first, when steps count for more than tokens
 decay_fraction = 1 / 3
 

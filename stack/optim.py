@@ -58,7 +58,7 @@ def rates(cfg, tokens: int, batch_tokens: int, optimizer: str = "muon") -> tuple
 
     How much it matters: in Step Law's 1,911 runs a rate 2 times off the best costs 0.1 to 0.4 % of the loss, 4 times
     0.7 to 1 %; on the demo, from one checkpoint, twice the table's rate cost 0.5 to 1 %, half of it or of Muon's gained
-    0.1 to 0.7 %; in a fifth of its run half of Muon's gains 2 to 7 % (docs/lab-notes.md).
+    0.1 to 0.7 %; in a fifth of its run half of Muon's and 1.5 times the table's gains 2 to 7 % (docs/lab-notes.md).
     """
     if optimizer not in KNOWN:
         raise ValueError(f"No learning rate is known for optimizer {optimizer!r}: KNOWN in stack/optim.py has none. "

@@ -89,9 +89,9 @@ def rated(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, 
     used = ("muon_lr", "adamw_lr") if cfg.optimizer == "muon" else ("adamw_lr",)
     if not (left_open := [name for name in used if getattr(cfg, name) is None]):
         return cfg
-    tokens, before = cfg.tokens, (saved or {}).get("train") or {}
-    values = dict(zip(("muon_lr", "adamw_lr"), rates(model_cfg, tokens, cfg.batch_tokens, cfg.optimizer), strict=True))
-    how = f"for {tokens:,} tokens, {cfg.batch_tokens:,} a step"
+    tokens, batch, before = cfg.tokens, cfg.step_tokens(cfg.max_steps - 1), (saved or {}).get("train") or {}
+    values = dict(zip(("muon_lr", "adamw_lr"), rates(model_cfg, tokens, batch, cfg.optimizer), strict=True))
+    how = f"for {tokens:,} tokens, {batch:,} a step"
     if (cfg.checkpoint or cfg.keep_moments) and all(before.get(name) for name in left_open):
         values, how = before, f"as {source} was trained"
     elif saved is not None and not cfg.checkpoint:

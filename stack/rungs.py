@@ -23,7 +23,7 @@ BATCH_POWER = 0.571  # tokens of a step go with the run's tokens to this power (
 def family(cfg: ModelConfig, width: int) -> ModelConfig:
     """A model of the same shape: depth, heads and d_ff go with the width; heads stay as wide, the table as long.  Of
     models of one block none says what a second one is worth: three are the least, where the config has them, as two
-    key heads are, without which runs differ by a tenth in how soon they learn to repeat (docs/lab-notes.md)."""
+    key heads are, without which runs end a tenth apart, by how soon they learn to repeat (docs/lab-notes.md)."""
     part, least = width / cfg.d_model, min(cfg.n_kv_heads, 2)
     kv_heads = max(round(cfg.n_kv_heads * part), least)
     queries = min(max(round(cfg.n_heads * part / kv_heads), 1), cfg.n_heads // cfg.n_kv_heads)  # of a key head

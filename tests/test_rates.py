@@ -87,7 +87,8 @@ def print_the_check():
 
 
 def test_rates_at_what_is_known_and_away_from_it():
-    """The rates of the demo and of GPT-2 small are the ones that are known; each law is a power of its own variable."""
+    """KNOWN's own run, of the demo's shape, and GPT-2 small have the rates that are known; each law is a power of its
+    own variable."""
     demo, _ = load((ModelConfig, TrainConfig), ["configs/demo.py"])
     T, B = KNOWN["muon"][4:]
     muon, adamw = rates(demo, T, B)
@@ -132,6 +133,8 @@ def test_rates_left_open(data, tmp_path, capsys):
     assert runs.log(a) == runs.log(given)
     long = dict(max_steps=40_000, muon_lr=None, adamw_lr=None)
     assert rated(*runs.settings(data, a, **long), None, None, print).muon_lr < want[0]
+    halves = rated(*runs.settings(data, a, **long, ramp_steps=40_000), None, None, print)  # no step has the whole
+    assert halves.muon_lr == float(f"{rates(model_cfg, 40_000 * 128, 128)[0]:.4g}")
     runs.run(data, a, **open_rates | dict(max_steps=8, init_from="resume"))
     assert saved(a) == want
     branch = runs.run(data, tmp_path / "b", **open_rates | dict(init_from=str(a / "ckpt_step_0000006"), max_steps=2,
