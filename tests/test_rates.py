@@ -116,6 +116,12 @@ def test_configs_say_the_rates_they_get():
         there = [float(word) for word in re.findall(r"\d+e-\d|\d\.\d+e-\d", text)]
         for number in filter(None, (cfg.muon_lr, cfg.adamw_lr)):
             assert float(f"{number:.2g}") in there and str(number) in said[0], (name, number)
+    for name in ("chat", "stack100m_chat"):  # a fifth of a first run's, since they begin from a run
+        model_cfg, cfg = load((ModelConfig, TrainConfig), [f"configs/{name}.py"])
+        assert (cfg.muon_lr, cfg.adamw_lr) == (None, None)
+        text = Path(f"configs/{name}.py").read_text()
+        for number in rates(model_cfg, cfg.tokens, cfg.batch_tokens):
+            assert re.search(rf"\b{number / 5:.1e}\b".replace("e-0", "e-"), text), (name, number / 5)
 
 
 def test_rates_left_open(data, tmp_path, capsys):
