@@ -54,7 +54,7 @@ from stack.parallel.ranks import connect, disconnect, read_ranks
 from stack.parallel.sharding import fill, finish_gradients, local, parallelize, sync_gradients, total_norm, whole
 from stack.report import write_report
 from stack.resume import StopSignal, compare, resume_command, settle
-from stack.start import check, shortened, what_it_starts_from, what_trains
+from stack.start import check, repeated, shortened, what_it_starts_from, what_trains
 from stack.train_config import TrainConfig
 
 
@@ -195,7 +195,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         f"x {cfg.seq_len}{f', half of them in the first {cfg.ramp_steps:,}' if cfg.ramp_steps else ''}")
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(train_data.describe())
-    for line in (*describe_groups(optimizers, model), *forgotten(model)):
+    for line in (*repeated(cfg, train_data.n_tokens), *describe_groups(optimizers, model), *forgotten(model)):
         say(line)
 
     # 8. loop --------------------------------------------------------------------------------------------------------

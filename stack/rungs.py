@@ -112,14 +112,16 @@ def seconds(rungs: list[Rung], speed: list[list[float]]) -> float:
                + start * (len(rung.jobs()) - 1) + max(start, *cold) for rung in rungs)
 
 
-def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], timed: bool) -> str:
-    """What the smallest of ladders by width takes, in minutes where speed was timed, and how to ask for it."""
+def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], whole: float, speed: list) -> str:
+    """What the smallest of ladders by width takes, in minutes where speed was timed, how to ask for it, and that the
+    config's own run takes `whole` FLOPs."""
     top = min(cost, key=cost.get)
     flops = sum(rung.cost() for rung in ladders[top])
-    takes = f"{math.ceil(cost[top] / 60)} minutes here, {flops:.3g} FLOPs" if timed else f"{flops:.3g} FLOPs"
+    takes = f"{math.ceil(cost[top] / 60)} minutes here, {flops:.3g} FLOPs" if speed else f"{flops:.3g} FLOPs"
     least = ladders[top][0]
     table = least.model.padded_vocab_size * least.model.d_model
-    return (f"the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n  Of the "
+    return (f"the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n  A run of "
+            f"the config itself takes {whole:.3g} FLOPs{', less than that, and tells more' * (whole < flops)}. Of the "
             f"narrowest rung's {least.n:,} parameters {table:,} are the table's: a smaller --vocab_size in prepare.py "
             "makes small models cheaper.")
 

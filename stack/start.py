@@ -53,6 +53,16 @@ def shortened(cfg: TrainConfig, say) -> TrainConfig:
     return replace(cfg, warmup_steps=fits)
 
 
+def repeated(cfg: TrainConfig, n_tokens: int) -> list[str]:
+    """A word where a run sees its training text more than four times, after which it learns little new from it
+    (arXiv 2305.16264) and by and by has it by heart."""
+    if cfg.tokens <= 4 * n_tokens:
+        return []
+    return [f"the run sees its text {cfg.tokens / n_tokens:,.0f} times, and after some four a text teaches little: "
+            "watch the held-out loss, whose lowest is ckpt_best's. Four times are "
+            f"--max_steps={cfg.steps(4 * n_tokens)}."]
+
+
 def what_trains(*configs) -> dict:
     """Settings, code and version of torch, by name: what all ranks must have the same before they can talk."""
     files = [ROOT / "model.py", ROOT / "train.py", *sorted((ROOT / "stack").rglob("*.py")),

@@ -98,7 +98,9 @@ def test_time():
     seconds = [rungs.seconds(plan, [[1e9, 1e-6, start, cold], [2e9, 2e-6, start]])
                for start, cold in ((0, 0), (1, 1), (1, 31))]
     assert seconds[1] - seconds[0] == pytest.approx(20) and seconds[2] - seconds[1] == pytest.approx(4 * 30)
-    said = rungs.cheapest({48: plan}, {48: 600.0}, timed=True)
+    said = rungs.cheapest({48: plan}, {48: 600.0}, 1e9, speed=[1.0])
+    assert "itself takes 1e+09 FLOPs, less than that, and tells more" in said
+    assert "takes 1e+19 FLOPs. Of" in rungs.cheapest({48: plan}, {48: 600.0}, 1e19, speed=[1.0])
     assert "10 minutes here" in said and f"{sum(r.cost() for r in plan) * 1.01:.3g}" in said
     assert rungs.family(replace(cfg, n_layers=3), 16).n_layers == 3 and rungs.family(cfg, 16).n_layers == 3
 
@@ -287,7 +289,7 @@ def test_run_train_saves_when_it_is_stopped(data, tmp_path):
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["--budget", "1e6"], "--budget 1e6 is not enough: the smallest ladder below this model takes"),
+    (["--budget", "1e6"], "budget 1e6 is not enough: the smallest ladder below this model takes"),
     (["--budget", "soon"], "must be minutes, hours or FLOPs"), (["--budget", "-3m"], "must be positive"),
     (["--d_model=48"], "the model is 48 wide"), (["--data_dir=nowhere"], "nowhere not found"),
     (["--batch_tokens=4097"], "must be a multiple"), (["--seq_len=20000", "--max_seq_len=20000", "--batch_tokens=20000",

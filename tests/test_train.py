@@ -253,6 +253,17 @@ def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
     assert packed.cut_share() < cut - 0.1
 
 
+def test_text_seen_too_often(data, tmp_path, capsys):
+    """More than four times through the text is said, and how many steps would be four; up to that nothing is."""
+    n = TokenData(data, "train", seq_len=32).n_tokens
+    four = 4 * n // 64 * 64  # tokens, in whole micro batches
+    runs.run(data, tmp_path / "a", max_steps=1, batch_tokens=four)
+    assert "the run sees its text" not in capsys.readouterr().out
+    runs.run(data, tmp_path / "b", max_steps=2, batch_tokens=four)
+    assert (re.search(r"the run sees its text (\d+) times.* --max_steps=(\d+)", capsys.readouterr().out).groups()
+            == ("8", str(-(-4 * n // four))))
+
+
 def test_clipping_and_learning_rates(data, tmp_path):
     """The norm logged is the one before clipping; the rate logged is the schedule's; AdamW alone works too."""
     a = runs.log(runs.run(data, tmp_path / "a", optimizer="adamw", grad_clip=0.01, max_steps=10, adamw_lr=1e-3))

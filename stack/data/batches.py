@@ -146,8 +146,8 @@ class TokenData:
                      f"{', '.join(f'{n:,}' for n in np.diff(self.phases))} windows, one after the other")
         if self._marks:
             longer, lost = (sum(getattr(layout, name) for layout in self._layouts) for name in ("n_longer", "n_lost"))
-            said += (f"\nloss on the assistant's tokens; {longer:,} conversations are longer than a window and lose "
-                     f"their ends, {lost:,} tokens in all")
+            said += (f"\nlearned of conversations: the assistant's tokens; {longer:,} conversations are longer than a "
+                     f"window and lose their ends, {lost:,} tokens in all")
         return said
 
     def cut_share(self) -> float:

@@ -126,7 +126,7 @@ def summary(folder):
     elif "val" in meta["splits"] and meta["splits"]["val"]["tokens"] < SHORT_VAL:
         longest = max((shard["tokens"] for shard in meta["splits"]["val"]["shards"]), default=0)
         lines.append(f"  val is short: seq_len can be {max(longest - 1, 0)} at most; with a larger --val_fraction "
-                     f"it can be more, and the loss is steadier: delete {folder}, and make it anew with one")
+                     f"it can be more, and the loss is steadier. That takes a new set: delete {folder} first")
     return "\n".join(lines)
 
 
