@@ -90,7 +90,7 @@ def choose(cfg: ModelConfig, train: TrainConfig, options: LadderConfig, folder: 
             for top, rungs in ladders.items()}
     if fits := [top for top, price in cost.items() if price <= amount]:
         return max(fits), speed
-    raise ValueError(f"budget {options.budget} is not enough: " + cheapest(ladders, cost, own_flops(cfg, train), speed))
+    raise ValueError(f"--budget {options.budget} is " + cheapest(ladders, cost, own_flops(cfg, train), speed))
 
 
 def probe(rung: Rung, folder: Path) -> list[float]:

@@ -380,7 +380,7 @@ def disk_needs(job):
     width = 2 if (job.vocab_size or 0) <= 1 << 16 else 4
     text = min(UNKNOWN if job.weights else sum(source.text_bytes() for source in job.sources), job.max_bytes or UNKNOWN)
     tokens, least = (min(job.max_tokens or UNKNOWN, text // each) for each in (BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN))
-    there, free = sum(path.stat().st_size for path in job.folder.glob("*.bin*")), shutil.disk_usage(job.folder).free
+    there, free = sum(path.stat().st_size for path in job.folder.glob("*_*.*")), shutil.disk_usage(job.folder).free
     if text == UNKNOWN and not job.max_tokens:
         return 0, f"How much {job.folder} will need is not known; {human(free)} are free."
     needed = width * (tokens + min(tokens, job.shard_tokens))  # for a moment a shard is there twice, as .part and .bin

@@ -32,8 +32,8 @@ doc_mask = True  # no difference at the demo's 256 tokens; at 2048 most windows 
 # the second has 12 layers, which makes it 0.0076 at 30. The demo itself has half of 5e-3 by now, ahead early and
 # as good at its end; these two speak for the higher rate in a long run.
 # Sensitivity, as published: 2 times off the best costs 0.1 to 0.4 % of the loss, 4 times 0.7 to 1 %. Measure before a
-# run that costs money: a tenth of it (--max_steps=3815, whose own is 1.6e-3: of a step's tokens count as many as the
-# critical batch of so short a run, twice) at half and at twice that tells the way.
+# run that costs money: a tenth of it (--max_steps=3815, whose own is 1.6e-3: rates counts a step's tokens up to twice
+# the critical batch, 237,000 there) at half and at twice that tells the way.
 optimizer = "muon"
 muon_lr = None  # 1.2e-3
 adamw_lr = None  # 6.1e-3

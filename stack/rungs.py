@@ -12,7 +12,7 @@ from model import GPT, ModelConfig
 from stack.counts import build, flops_per_token, lookup_params, num_params
 from stack.device import PEAK_TFLOPS
 from stack.optim import rates
-from stack.train_config import TrainConfig
+from stack.train_config import PASSES, TrainConfig
 
 POINTS = (5, 10, 20, 40)  # tokens per parameter at which a decay ends
 WIDTHS = (1 / 3, 1 / 2, 2 / 3, 1)  # of the rungs, as parts of the widest
@@ -120,10 +120,10 @@ def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], whole: floa
     takes = f"{math.ceil(cost[top] / 60)} minutes here, {flops:.3g} FLOPs" if speed else f"{flops:.3g} FLOPs"
     least = ladders[top][0]
     table = least.model.padded_vocab_size * least.model.d_model
-    return (f"the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n  A run of "
-            f"the config itself takes {whole:.3g} FLOPs{', less than that, and tells more' * (whole < flops)}. Of the "
-            f"narrowest rung's {least.n:,} parameters {table:,} are the table's: a smaller --vocab_size in prepare.py "
-            "makes small models cheaper.")
+    better = ", less than that, and tells more" if whole < flops else ""
+    return (f"not enough: the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n"
+            f"  A run of the config itself takes {whole:.3g} FLOPs{better}. Of the narrowest rung's {least.n:,} "
+            f"parameters {table:,} are the table's: a smaller --vocab_size in prepare.py makes small models cheaper.")
 
 
 def beyond(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung]) -> str:
@@ -161,7 +161,7 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
         lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
     if speed:
         lines.append(f"A busy machine is timed otherwise the next time; --budget {cost * 1.01:.3g} is always this one.")
-    if most > 4 * n_tokens:  # arXiv 2305.16264
+    if most > PASSES * n_tokens:
         lines.append(f"{train.data_dir} has {n_tokens:,} tokens, which the longest run sees {most / n_tokens:.0f} "
                      "times: beyond four times a text teaches less, and the law knows of no repetition.")
     return "\n".join([*lines, beyond(cfg, train, folder, rungs)])

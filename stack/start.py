@@ -10,7 +10,7 @@ from model import ModelConfig
 from stack.config import ROOT, to_dict
 from stack.counts import build
 from stack.parallel.ranks import read_ranks
-from stack.train_config import TrainConfig
+from stack.train_config import PASSES, TrainConfig
 
 
 def check(model_cfg: ModelConfig, cfg: TrainConfig) -> list[str]:
@@ -54,13 +54,12 @@ def shortened(cfg: TrainConfig, say) -> TrainConfig:
 
 
 def repeated(cfg: TrainConfig, n_tokens: int) -> list[str]:
-    """A word where a run sees its training text more than four times, after which it learns little new from it
-    (arXiv 2305.16264) and by and by has it by heart."""
-    if cfg.tokens <= 4 * n_tokens:
+    """A word where a run sees its training text more often than PASSES, and by and by has it by heart."""
+    if cfg.tokens <= PASSES * n_tokens:
         return []
     return [f"the run sees its text {cfg.tokens / n_tokens:,.0f} times, and after some four a text teaches little: "
             "watch the held-out loss, whose lowest is ckpt_best's. Four times are "
-            f"--max_steps={cfg.steps(4 * n_tokens)}."]
+            f"--max_steps={cfg.steps(PASSES * n_tokens)}."]
 
 
 def what_trains(*configs) -> dict:

@@ -9,6 +9,7 @@ from stack.config import NO_UTF8, expand, no_utf8
 RESIDUAL_NEEDS_BFLOAT16 = ("residual_dtype is bfloat16, but what blocks add to the stream is {}: nothing would be "
                            "saved. Set --dtype=bfloat16, or leave out --residual_dtype.")
 PATHS = "data_dir", "out_dir", "init_from"
+PASSES = 4  # times through a text after which it teaches little that is new (arXiv 2305.16264)
 
 
 @dataclasses.dataclass

@@ -289,7 +289,7 @@ def test_run_train_saves_when_it_is_stopped(data, tmp_path):
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["--budget", "1e6"], "budget 1e6 is not enough: the smallest ladder below this model takes"),
+    (["--budget", "1e6"], "--budget 1e6 is not enough: the smallest ladder below this model takes"),
     (["--budget", "soon"], "must be minutes, hours or FLOPs"), (["--budget", "-3m"], "must be positive"),
     (["--d_model=48"], "the model is 48 wide"), (["--data_dir=nowhere"], "nowhere not found"),
     (["--batch_tokens=4097"], "must be a multiple"), (["--seq_len=20000", "--max_seq_len=20000", "--batch_tokens=20000",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prepared import arguments, contents, documents, killed_at, lines, meta_of, prose, recipe, run
@@ -129,6 +130,20 @@ def test_another_command_does_not_continue(tmp_path, corpus, vocabulary, capsys)
     with writer.locked(tmp_path / "out"):
         assert run(*argv) == 2 and "by another process" in capsys.readouterr().err
     assert run(*argv) == 0
+
+
+def test_what_is_there_is_what_was_written(tmp_path, monkeypatch):
+    """Shards, whole and begun, count as there; the tokenizer, which is written first, is none of the data."""
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+    job = SimpleNamespace(folder=tmp_path, vocab_size=320, weights=None, max_bytes=None, max_tokens=None,
+                          sources=[SimpleNamespace(text_bytes=lambda: 10**6)], shard_tokens=10**4)
+    (tmp_path / "tokenizer.json").write_bytes(bytes(5000))
+    missing, said = prepare.disk_needs(job)
+    assert "and has" not in said
+    (tmp_path / "train_000000.bin").write_bytes(bytes(2000))
+    (tmp_path / "train_000001.part").write_bytes(bytes(1000))
+    less, said = prepare.disk_needs(job)
+    assert missing - less == 3000 and "and has 3.0 kB;" in said
 
 
 def test_full_disk(tmp_path, corpus, vocabulary):
