@@ -34,6 +34,7 @@ from stack.data.packings import CHUNK, PACKINGS, copy, unpacking
 from stack.data.signatures import CONVERT, BadFile, check, check_shifts
 
 CONVERSATION = " or ".join(chat.LISTS)  # for a key: the record is one, and its text the messages as JSON
+SAY_CHAT = "Then say --chat (--help)."  # where what should be text has the keys of a conversation
 MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memory whole, and several times over
 LINK = "link or device (in an archive)"
 BATCH = 64  # rows of a table in memory
@@ -478,6 +479,8 @@ def no_column(where, key, names, more=""):
     found = "several columns" if key in names else "no column"
     needed = (f"A conversation is {chat.FORM}" if key == CONVERSATION else
               f"Name the one that holds the text: --text_key COLUMN{more}")
+    if key != CONVERSATION and {*chat.LISTS} & {*names}:
+        needed = f"Are these conversations? {SAY_CHAT} Else n{needed[1:]}"
     return BadFile(f"{where} has {found} {key!r}; it has {', '.join(names[:30])}.\n  {needed}.")
 
 

@@ -192,11 +192,18 @@ def checksum_of(meta: dict) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def how_to_make(folder: str | Path) -> str:
+    """The command that makes a data set: by its recipe in configs/, if there is one of that name."""
+    recipe = Path("configs", f"data_{Path(folder).name}.py")
+    return (f"Make it with: python prepare.py {recipe if recipe.is_file() else 'SOURCE...'} --out {folder}\n"
+            "  and, for a model that is there, its tokenizer: --tokenizer out/RUN")
+
+
 def read_meta(data_dir: str | Path) -> dict:
     """What data_dir/meta.json holds; for a folder of llm.c's GPT-2 shards, the same without documents and bytes."""
     path = Path(data_dir) / "meta.json"
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{data_dir} not found.\n  Make it with: python prepare.py stdlib --out {data_dir}")
+        raise FileNotFoundError(f"{data_dir} not found.\n  {how_to_make(data_dir)}")
     if not path.is_file():
         return _foreign_meta(path.parent)
     try:
@@ -239,7 +246,7 @@ def _foreign_meta(folder):
         checksum = hashlib.blake2b(ends, digest_size=8).hexdigest()
         splits.setdefault(split, []).append({"file": path.name, "tokens": header.n_tokens, "checksum": checksum})
     if not splits:
-        make = f"Make it, or finish making it: python prepare.py stdlib --out {folder}"
+        make = how_to_make(folder).replace("Make it", "Make it, or finish making it,")
         if is_record(folder / "progress.json"):
             words = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("argv")
             make = "prepare.py did not finish it. The same command continues" + (

@@ -299,7 +299,7 @@ TABLE = {
     "a column in other letters": ({"a.csv": "id,Text\n1,x\n"}, "", {}, "no column 'text'; it has id, Text"),
     "the column twice": ({"a.csv": "text,text\nx,y\n"}, "", {}, "several columns 'text'"),
     "commas without quotes": ({"a.csv": "id,text\n1,a, b\n2\n3,c\n"}, "", {},
-                              "row 1 has .*\n  For this reason or another, so are 1 after it: row 2.\n  Repair it, "),
+                              "row 1 has .*\n  Broken too, for this reason or another, 1 after it: row 2.\n  Repair"),
     "the same, to be skipped too": ({"a.csv": "id,text\n1,a, b\n2\n3,c\n"}, "", SKIP, ["c"], {"counts": {"bad": 2}}),
     "a quote that never ends": ({"a.csv": 'id,text\n0,ok\n1,"abc\n2,def\n'}, "", {},
                                r"row 2 is no CSV \(a quote in it, from line 3 on, .* nothing behind it"),
@@ -325,6 +325,8 @@ TABLE = {
                               "line 1 has a byte .*\n  Convert it \\(iconv .* --errors replace, or leave"),
     "Latin-1 in a text": ({"a.txt": "café".encode("latin-1")}, "", {}, "byte 3 is no UTF-8.*Convert it \\(iconv -f "),
     "a text that is a number": ({"a.jsonl": '{"text": 1}'}, "", {}, "\n  Repair it, name another --text_key, or leave"),
+    "conversations for text": ({"a.jsonl": '{"messages": []}'}, "", {}, "say --chat .*Else repair it, name"),
+    "a table of conversations": ({"a.parquet": table(messages=["x"])}, "", {}, "say --chat .*Else name the one"),
     "the same, replaced": (
         {"a.csv": "id,text\n1,café\n".encode("latin-1")}, "", REPLACE, ["caf\ufffd"], {"counts": {"replaced": 1}}),
     "bytes that are no UTF-8, by record": (

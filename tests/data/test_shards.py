@@ -212,9 +212,11 @@ def test_a_broken_meta_is_refused(folder, content):
 
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere not found.\n  Make it with: python prepare.py stdlib --out"):
+    with pytest.raises(FileNotFoundError, match="prepare.py configs/data_anneal.py --out nowhere/anneal"):
+        TokenData("nowhere/anneal", "train", seq_len=8)
+    with pytest.raises(FileNotFoundError, match="nowhere not found.\n  Make it with: python prepare.py SOURCE"):
         TokenData(tmp_path / "nowhere", "train", seq_len=8)
-    with pytest.raises(FileNotFoundError, match="has no meta.json(.|\n)*prepare.py stdlib"):
+    with pytest.raises(FileNotFoundError, match="has no meta.json(.|\n)*prepare.py SOURCE"):
         TokenData(tmp_path, "train", seq_len=8)
     (folder / "train_000001.bin").unlink()
     with pytest.raises(FileNotFoundError, match="train_000001.bin not found"):
