@@ -58,7 +58,7 @@ def repeated(cfg: TrainConfig, n_tokens: int) -> list[str]:
     if cfg.tokens <= PASSES * n_tokens:
         return []
     return [f"the run sees its text {cfg.tokens / n_tokens:,.0f} times, and after some four a text teaches little: "
-            "watch the held-out loss, whose lowest is ckpt_best's. Four times are "
+            f"watch the held-out loss{", whose lowest is ckpt_best's" * bool(cfg.eval_interval)}. Four times are "
             f"--max_steps={cfg.steps(PASSES * n_tokens)}."]
 
 

@@ -134,8 +134,8 @@ def dcp_faults():
 def _copy_weights(model, folder: Path, state: dict):
     """Raises ValueError, before anything is copied, with all that keeps the stored tensors from being the model's."""
     if state.get("model_py", model_code()) != model_code():  # older checkpoints do not say
-        warnings.warn(f"model.py was changed since {folder} was saved: of these weights it may make another model.",
-                      stacklevel=5)
+        warnings.warn(f"model.py was changed since {folder} was saved: what it makes of these weights may not be "
+                      "the model that was trained.", stacklevel=5)
     own, stored = model.state_dict(), Stored(folder, state)  # own shares the parameters' memory
     key_of, problems = {}, []  # our name -> the file's
     for key in stored.shapes:
