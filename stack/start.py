@@ -57,9 +57,9 @@ def repeated(cfg: TrainConfig, n_tokens: int) -> list[str]:
     """A word where a run sees its training text more often than PASSES, and by and by has it by heart."""
     if cfg.tokens <= PASSES * n_tokens:
         return []
+    best = ", whose lowest is ckpt_best's" if cfg.eval_interval else ""
     return [f"the run sees its text {cfg.tokens / n_tokens:,.0f} times, and after some four a text teaches little: "
-            f"watch the held-out loss{", whose lowest is ckpt_best's" * bool(cfg.eval_interval)}. Four times are "
-            f"--max_steps={cfg.steps(PASSES * n_tokens)}."]
+            f"watch the held-out loss{best}. Four times are --max_steps={cfg.steps(PASSES * n_tokens)}."]
 
 
 def what_trains(*configs) -> dict:
