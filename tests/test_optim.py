@@ -1,5 +1,6 @@
 """Optimizers: equal to torch's own, step for step; every parameter in one group; the schedule exact at its corners."""
 
+import copy
 import io
 import math
 from dataclasses import replace
@@ -33,6 +34,8 @@ def run(params, opt, steps=4, first=0):
     for step in range(first, first + steps):
         set_grads(params, step)
         opt.param_groups[0]["lr"] = 0.01 / (step + 1)
+        if isinstance(opt, torch.optim.Muon):  # ours does so itself
+            opt.param_groups[0]["momentum"] = 0.85 + 0.1 * min(step / 300, 1)
         opt.step()
     return params
 
@@ -88,6 +91,35 @@ def test_no_gradient_no_change_and_zero_gradient_only_decay():
     assert torch.equal(params[0], start[0]) and params[0] not in opt.state
     assert torch.allclose(params[1], start[1] * 0.95)
     assert all(p.isfinite().all() for p in params)
+
+
+def test_momentum_rises_and_a_resumed_run_goes_on_with_it(monkeypatch):
+    used, update = [], Muon._update
+    monkeypatch.setattr(Muon, "_update", lambda self, params, group, momentum, sharding: (
+        used.append(momentum), update(self, params, group, momentum, sharding)))
+
+    def steps(params, opt, n):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        for _ in range(n):
+            opt.step()
+        return params
+    (first, late), (again, _) = ([torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)] for _ in range(2))
+    opt, resumed = Muon([first], lr=0.1), Muon([again], lr=0.1)
+    steps([first], opt, 150)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    steps([first], opt, 200)
+    assert used[::50] == pytest.approx([0.85 + 0.1 * i / 6 for i in range(7)])
+    assert used[-1] == 0.95 and opt.state[first]["step"] == 350
+    straight, used[:] = used[150:], []
+    steps([again], resumed, 200)
+    assert used == straight
+    opt.add_param_group({"params": [late]})  # a parameter that begins later begins its own count
+    steps([first, late], opt, 1)
+    assert used[200:] == [0.95, pytest.approx(0.85)]
+    del opt.state[first]["step"], opt.state[late]["step"]  # as a checkpoint from before there was a count
+    steps([first, late], opt, 1)
+    assert used[202:] == [0.95, 0.95]
 
 
 def test_buffers_are_kept_between_steps():
