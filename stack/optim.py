@@ -131,7 +131,8 @@ class Muon(Optimizer):
                 stacks.setdefault((p.shape, p.dtype, p.device, sharding, step.item()), []).append(p)
                 step += 1
             for (shape, _, device, sharding, step), params in stacks.items():
-                momentum = group["momentum"] - (group["momentum"] - MOMENTUM_FROM) * max(1 - step / MOMENTUM_STEPS, 0)
+                below = max(group["momentum"] - MOMENTUM_FROM, 0)
+                momentum = group["momentum"] - below * max(1 - step / MOMENTUM_STEPS, 0)
                 elements = STACK_ELEMENTS.get(device.type, STACK_ELEMENTS["other"])
                 size = max(elements // shape.numel(), 1) * (sharding[0].size() if sharding else 1)
                 for i in range(0, len(params), size):

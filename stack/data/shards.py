@@ -193,9 +193,15 @@ def checksum_of(meta: dict) -> str:
 
 
 def how_to_make(folder: str | Path) -> str:
-    """The command that makes a data set: by its recipe in configs/, if there is one of that name."""
-    recipe = Path("configs", f"data_{Path(folder).name}.py")
-    return (f"Make it with: python prepare.py {recipe if recipe.is_file() else 'SOURCE...'} --out {folder}\n"
+    """The command that makes a data set: what a config's head says that it needs, or the recipe of that name there."""
+    folder, configs = Path(folder), Path(__file__).parents[2] / "configs"
+    command = re.compile(rf"# Needs: .*?(python prepare\.py [^,\n]*--out {re.escape(folder.as_posix())}(?![^\s,])[^,\n]*)")
+    for path in sorted(configs.glob("*.py")):
+        if needs := command.search(path.read_text(encoding="utf-8")):
+            return f"Make it with: {needs[1]}"
+    if (configs / f"data_{folder.name}.py").is_file():
+        return f"Make it with: python prepare.py configs/data_{folder.name}.py --out {folder}"
+    return (f"Make it with: python prepare.py SOURCE... --out {folder}\n"
             "  and, for a model that is there, its tokenizer: --tokenizer out/RUN")
 
 

@@ -43,7 +43,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stack.data.shards import foreign_shards, whole_file
+from stack.data.shards import foreign_shards, how_to_make, whole_file
 
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
            r"|\s+(?!\S)|\s+")
@@ -235,8 +235,8 @@ class Tokenizer:
         if not path.is_file():
             if any(foreign_shards(path.parent)):
                 return Tokenizer.from_tiktoken("gpt2")
-            raise FileNotFoundError(f"{path} not found.\n  A data set's or a run's folder is needed. Make a data set "
-                                    "with: python prepare.py SOURCE --out data/NAME")
+            raise FileNotFoundError(f"{path} not found: the folder of a data set or a run is needed.\n  A data set? "
+                                    f"{how_to_make(path)}")
         needed = f"{FORMAT} version {VERSION} is needed"
         again = "Copy it again from the data set or checkpoint it belongs to."
         try:

@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from stack.data import shards
 from stack.data.batches import Batches, TokenData, iterate_windows
-from stack.data.shards import open_shard, read_header, read_meta, verify_shard, write_meta, write_shard
+from stack.data.shards import how_to_make, open_shard, read_header, read_meta, verify_shard, write_meta, write_shard
 
 FINGERPRINT = "0123456789abcdef" * 4
 OTHER = "f" * 64
@@ -212,6 +212,8 @@ def test_a_broken_meta_is_refused(folder, content):
 
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(folder, tmp_path):
+    assert how_to_make("data/demo").endswith(  # its config's head says so
+        "python prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05")
     with pytest.raises(FileNotFoundError, match="prepare.py configs/data_anneal.py --out nowhere/anneal"):
         TokenData("nowhere/anneal", "train", seq_len=8)
     with pytest.raises(FileNotFoundError, match="nowhere not found.\n  Make it with: python prepare.py SOURCE"):
