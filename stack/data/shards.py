@@ -195,21 +195,21 @@ def checksum_of(meta: dict) -> str:
 def how_to_make(folder: str | Path) -> str:
     """The command that makes a data set: what a config's head says that it needs, or the recipe of that name there."""
     folder, configs = Path(folder), Path(__file__).parents[2] / "configs"
-    command = re.compile(rf"# Needs: .*?(python prepare\.py [^,\n]*--out {re.escape(folder.as_posix())}(?![^\s,])[^,\n]*)")
+    out = re.escape(folder.as_posix())
+    command = re.compile(rf"# Needs: .*?(python prepare\.py [^,\n]*--out {out}(?![^\s,])[^,\n]*)")
     for path in sorted(configs.glob("*.py")):
         if needs := command.search(path.read_text(encoding="utf-8")):
-            return f"Make it with: {needs[1]}"
+            return needs[1]
     if (configs / f"data_{folder.name}.py").is_file():
-        return f"Make it with: python prepare.py configs/data_{folder.name}.py --out {folder}"
-    return (f"Make it with: python prepare.py SOURCE... --out {folder}\n"
-            "  and, for a model that is there, its tokenizer: --tokenizer out/RUN")
+        return f"python prepare.py configs/data_{folder.name}.py --out {folder}"
+    return f"python prepare.py SOURCE... --out {folder} (for a model that is there: --tokenizer out/RUN)"
 
 
 def read_meta(data_dir: str | Path) -> dict:
     """What data_dir/meta.json holds; for a folder of llm.c's GPT-2 shards, the same without documents and bytes."""
     path = Path(data_dir) / "meta.json"
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{data_dir} not found.\n  {how_to_make(data_dir)}")
+        raise FileNotFoundError(f"{data_dir} not found.\n  Make it with: {how_to_make(data_dir)}")
     if not path.is_file():
         return _foreign_meta(path.parent)
     try:
@@ -252,7 +252,7 @@ def _foreign_meta(folder):
         checksum = hashlib.blake2b(ends, digest_size=8).hexdigest()
         splits.setdefault(split, []).append({"file": path.name, "tokens": header.n_tokens, "checksum": checksum})
     if not splits:
-        make = how_to_make(folder).replace("Make it", "Make it, or finish making it,")
+        make = f"Make it, or finish making it: {how_to_make(folder)}"
         if is_record(folder / "progress.json"):
             words = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("argv")
             make = "prepare.py did not finish it. The same command continues" + (

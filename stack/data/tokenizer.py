@@ -235,8 +235,9 @@ class Tokenizer:
         if not path.is_file():
             if any(foreign_shards(path.parent)):
                 return Tokenizer.from_tiktoken("gpt2")
-            raise FileNotFoundError(f"{path} not found: the folder of a data set or a run is needed.\n  A data set? "
-                                    f"{how_to_make(path)}")
+            folder = path.parent if path.name == FILE_NAME else path
+            raise FileNotFoundError(f"{path} not found.\n  A data set's or a run's folder is needed. A data set is "
+                                    f"made with: {how_to_make(folder)}")
         needed = f"{FORMAT} version {VERSION} is needed"
         again = "Copy it again from the data set or checkpoint it belongs to."
         try:
