@@ -36,7 +36,7 @@ from stack.data.shards import open_shard, read_meta, write_meta, write_shard
 from stack.data.tokenizer import Tokenizer
 from stack.evaluation.held_out import evaluate
 from stack.resume import resume_command
-from stack.start import batch_problems
+from stack.start import batch_problems, repeated
 from stack.train_config import TrainConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -253,15 +253,16 @@ def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
     assert packed.cut_share() < cut - 0.1
 
 
-def test_text_seen_too_often(data, tmp_path, capsys):
-    """More than four times through the text is said, and how many steps would be four; up to that nothing is."""
+def test_text_seen_too_often(data, tmp_path, capsys, monkeypatch):
+    """More than PASSES times through the text is said, and how many steps would be as many; up to that nothing is."""
     n = TokenData(data, "train", seq_len=32).n_tokens
-    four = 4 * n // 64 * 64  # tokens, in whole micro batches
-    runs.run(data, tmp_path / "a", max_steps=1, batch_tokens=four)
-    assert "the run sees its text" not in capsys.readouterr().out
-    runs.run(data, tmp_path / "b", max_steps=2, batch_tokens=four)
-    assert (re.search(r"the run sees its text (\d+) times.* --max_steps=(\d+)", capsys.readouterr().out).groups()
-            == ("8", str(-(-4 * n // four))))
+    at_most, above = (TrainConfig(max_steps=steps, batch_tokens=n // 32 * 32) for steps in (4, 5))
+    assert repeated(at_most, n) == [] and "sees its text 5 times" in repeated(above, n)[0]
+    assert "ckpt_best" in repeated(above, n)[0] and "ckpt_best" not in repeated(replace(above, eval_interval=0), n)[0]
+    for passes, said in ((2 * 256 / n, []), (256 / n, ["1"])):  # two steps are as many, or twice as many
+        monkeypatch.setattr("stack.start.PASSES", passes)
+        runs.run(data, tmp_path / str(passes), max_steps=2, batch_tokens=256)
+        assert re.findall(r"the run sees its text .*--max_steps=(\d+)", capsys.readouterr().out) == said
 
 
 def test_clipping_and_learning_rates(data, tmp_path):
