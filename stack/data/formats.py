@@ -34,7 +34,6 @@ from stack.data.packings import CHUNK, PACKINGS, copy, unpacking
 from stack.data.signatures import CONVERT, BadFile, check, check_shifts
 
 CONVERSATION = " or ".join(chat.LISTS)  # for a key: the record is one, and its text the messages as JSON
-SAY_CHAT = "Then say --chat (--help)."  # where what should be text has the keys of a conversation
 MAX_LINE = 1 << 26  # bytes of one JSON line or CSV field: it has to be in memory whole, and several times over
 LINK = "link or device (in an archive)"
 BATCH = 64  # rows of a table in memory
@@ -478,10 +477,15 @@ def no_column(where, key, names, more=""):
     names = list(names)
     found = "several columns" if key in names else "no column"
     needed = (f"A conversation is {chat.FORM}" if key == CONVERSATION else
-              f"Name the one that holds the text: --text_key COLUMN{more}")
-    if key != CONVERSATION and {*chat.LISTS} & {*names}:
-        needed = f"Are these conversations? {SAY_CHAT} Else n{needed[1:]}"
+              or_chat(f"Name the one that holds the text: --text_key COLUMN{more}", names))
     return BadFile(f"{where} has {found} {key!r}; it has {', '.join(names[:30])}.\n  {needed}.")
+
+
+def or_chat(advice: str, names: list[str]) -> str:
+    """Advice where there is no text under these keys or columns; first a question, if a conversation has such."""
+    if not {*chat.LISTS} & {*names}:
+        return advice
+    return f"Are these conversations? Then say --chat (--help). Else {advice[0].lower()}{advice[1:]}"
 
 
 def column_texts(column, path):

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stack.config import ROOT
+
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
 DTYPES = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version
@@ -194,14 +196,15 @@ def checksum_of(meta: dict) -> str:
 
 def how_to_make(folder: str | Path) -> str:
     """The command that makes a data set: what a config's head says that it needs, or the recipe of that name there."""
-    folder, configs = Path(folder), Path(__file__).parents[2] / "configs"
+    folder = Path(folder)
     out = re.escape(folder.as_posix())
     command = re.compile(rf"# Needs: .*?(python prepare\.py [^,\n]*--out {out}(?![^\s,])[^,\n]*)")
-    for path in sorted(configs.glob("*.py")):
+    for path in sorted((ROOT / "configs").glob("*.py")):
         if needs := command.search(path.read_text(encoding="utf-8")):
             return needs[1]
-    if (configs / f"data_{folder.name}.py").is_file():
-        return f"python prepare.py configs/data_{folder.name}.py --out {folder}"
+    recipe = f"configs/data_{folder.name}.py"
+    if (ROOT / recipe).is_file():
+        return f"python prepare.py {recipe} --out {folder}"
     return f"python prepare.py SOURCE... --out {folder} (for a model that is there: --tokenizer out/RUN)"
 
 

@@ -423,8 +423,8 @@ class Reader:
                 f"{unit} {', '.join(map(str, more[:NOTES]))}{', ...' * (len(more) > NOTES)}.") if more else ""
         advice = f"{formats.CONVERT}, put U+FFFD there with --errors replace," if why.startswith(formats.NO_UTF8) else (
             "Repair it, name another --text_key," if why.startswith(OTHER_KEY) else "Repair it,")
-        if not self.source.chat and re.search(rf"its keys are .*\b({'|'.join(chat.LISTS)})\b", why):
-            advice = f"Are these conversations? {formats.SAY_CHAT} Else {advice[0].lower()}{advice[1:]}"
+        if not self.source.chat:
+            advice = formats.or_chat(advice, why.partition("; its keys are ")[2].split(", "))
         form = f"\n  A conversation is {chat.FORM}." if self.source.chat else ""
         raise ValueError(f"{path}: {unit} {number} {why}.{more}{form}\n  {advice} or leave such records out with "
                          "--skip_bad.")

@@ -212,8 +212,8 @@ def test_a_broken_meta_is_refused(folder, content):
 
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(folder, tmp_path):
-    assert how_to_make("data/demo").endswith(  # its config's head says so
-        "python prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05")
+    assert (how_to_make("data/demo")  # its config's head says so
+            == "python prepare.py stdlib --out data/demo --vocab_size 4096 --val_fraction 0.05")
     with pytest.raises(FileNotFoundError, match="prepare.py configs/data_anneal.py --out nowhere/anneal"):
         TokenData("nowhere/anneal", "train", seq_len=8)
     with pytest.raises(FileNotFoundError, match="nowhere not found.\n  Make it with: python prepare.py SOURCE"):
