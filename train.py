@@ -110,7 +110,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         model_cfg, cfg = settle(model_cfg, cfg, source, saved, tokenizer, say)
         changes = compare(saved, model_cfg, cfg, train_data) if resuming else ()
         found |= what_it_starts_from(model_cfg, train_data, dtype, saved)
-    token_bytes = tokenizer.token_bytes()
+    token_bytes, talk = tokenizer.token_bytes(), " --chat" * bool(tokenizer.chat_template)
     micro_tokens = ranks.dp_size * cfg.micro_batch_size * cfg.seq_len
 
     # 4. model, state ------------------------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
         if last or leaving:
             saves.finish()
             say(f"stopped at step {step} of {cfg.max_steps}; go on with: {resume}" if not last else
-                f"saved in {out_dir}{', stopped without a last evaluation' * leaving}: "
-                f"python {'eval' if leaving else 'sample'}.py {shlex.quote(str(out_dir))}")
+                f"saved in {out_dir}{', stopped without a last evaluation' * leaving}: python "
+                f"{'eval' if leaving else 'sample'}.py {shlex.quote(str(out_dir))}{talk * (not leaving)}")
             break
 
         began = time.perf_counter()

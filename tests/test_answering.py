@@ -54,6 +54,11 @@ def test_it_answers_what_it_was_taught_and_stops(way):
     assert log(way / "chat", key="val_loss")
 
 
+def test_the_last_line_says_how_to_talk_to_it(way, tmp_path, capsys):
+    run(way / "data", tmp_path / "more", init_from=str(way / "base"), **SIZE | dict(max_steps=1))
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"python sample.py {tmp_path / 'more'} --chat")
+
+
 def test_answers_end_after_finetuning_and_not_before(way, run_eval):
     data = ("--data", way / "data", "--split", "train", "--answers", "--json")
     before, after = (json.loads(run_eval(way / name, *data)[1]) for name in ("base", "chat"))
