@@ -267,18 +267,18 @@ def main():
         meta = val.meta  # decays end with it: what is wrong with it is said before a trunk is trained
         cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
         folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"
-        asked = json.loads(json.dumps({"budget": options.budget, "data": meta["data_fingerprint"],
-                                       **to_dict((cfg, train))}))
+        asked = dict(budget=options.budget, data=val.data_fingerprint, **json.loads(json.dumps(to_dict((cfg, train)))))
         before = json.loads((folder / "ladder.json").read_text()) if (folder / "ladder.json").exists() else {}
         if before and (other := [key for key in asked if before.get("asked", {}).get(key) != asked[key]]):
             raise ValueError(f"{folder} has a ladder of other settings: {', '.join(other)}.\n  Set them back to go on "
-                             "with it, or move it away.")
+                             "with it, or move the folder away.")
+        if not before and any(folder.glob("width-*")):  # whose settings nobody knows: they would pass for these
+            raise ValueError(f"{folder} has runs and no ladder.json, which says of what. Move the folder away.")
         if not before:
             top, speed = choose(cfg, train, options, folder)
             before = {"asked": asked, "top": top, "speed": speed}
-        rungs = ladder(cfg, train, before["top"], folder)
-        tokens = sum(e["tokens"] for e in meta["splits"]["train"]["shards"])
-        print(describe(cfg, train, folder, rungs, before["speed"], tokens), flush=True)
+        rungs, shards = ladder(cfg, train, before["top"], folder), meta["splits"]["train"]["shards"]
+        print(describe(cfg, train, folder, rungs, before["speed"], sum(e["tokens"] for e in shards)), flush=True)
         if options.plan:
             return
         write(folder, before)

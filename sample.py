@@ -224,7 +224,10 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool, talk=N
                      stop_ids=() if args.no_stop else ends, **how)
         for row, text in enumerate(texts):
             rule = "-" * 40 + "\n" if first + row and not args.ids else ""
-            emit(rule + ("" if alone else before) + "".join(pieces[row]) + text.flush() + "\n")
+            rest = text.flush()
+            if alone and not (shown or rest) and args.temperature:  # an empty line alone looks like a fault
+                print(f"sample.py: the text ended at once; --seed {seed + 1} begins another", file=sys.stderr)
+            emit(rule + ("" if alone else before) + "".join(pieces[row]) + rest + "\n")
     for first in range(0, args.num_samples, BATCH):
         batch(first, min(BATCH, args.num_samples - first))
 

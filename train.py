@@ -187,15 +187,15 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     counts = num_params(model_cfg)
     flops = flops_per_token(model_cfg, cfg.seq_len, train_data.mean_doc_len if cfg.doc_mask else None)
     flops = flops.get("doc_masked", flops["causal"])
-    peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype)
+    peak, ramp = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype), cfg.ramp_steps
     say(describe((model_cfg, cfg)))
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
         f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {cfg.batch_tokens // micro_tokens} x {cfg.micro_batch_size} "
-        f"x {cfg.seq_len}{f', half of them in the first {cfg.ramp_steps:,}' if cfg.ramp_steps else ''}")
+        f"x {cfg.seq_len}{f', half of them in the first {min(ramp, cfg.max_steps):,}' if ramp else ''}")
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(train_data.describe())
-    for line in (*repeated(cfg, train_data.n_tokens), *describe_groups(optimizers, model), *forgotten(model)):
+    for line in (*repeated(cfg, train_data.n_windows), *describe_groups(optimizers, model), *forgotten(model)):
         say(line)
 
     # 8. loop --------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
                                    stop_ids=[tokenizer.boundary_id])[0]
                     text = tokenizer.decode(ids)
                     log.write(step=step, sample=text)
-                    say(f"--- sample at step {step}\n{visible(text)}\n---")
+                    say(f"--- sample at step {step}\n{visible(text) or '(it ended at once)'}\n---")
         if leaving and step != saves.step:  # asked to stop during the evaluation
             saves.save("ckpt_last", standing, final=True)
         if last or leaving:

@@ -69,6 +69,9 @@ def warning(points: list[dict], own: dict | None) -> list[str]:
     if off > 0.02:
         lines += [f"WARNING: the law is off by up to {math.expm1(off):.1%} on a rung just above those fitted, and by",
                   "more on larger models: do not pay by what follows. A larger --budget has wider rungs.", ""]
+    if own and own["tokens"] < (fewest := min(p["tokens"] for p in points)):
+        lines += [f"WARNING: the config sees {own['tokens']:,} tokens, fewer than any run here, {fewest:,} and more:",
+                  "the law knows nothing of runs that short.", ""]
     below = [p for p in points if own and p["loss"] < own["loss"]
              and p["parameters"] <= own["parameters"] and p["tokens"] <= own["tokens"]]
     if below:

@@ -157,6 +157,10 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
     cost, own = sum(rung.cost() for rung in rungs), own_flops(cfg, train)
     lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk; the config's own run takes "
                  f"{own:.3g} FLOPs")
+    decay = 1 - rungs[0].starts[-1] / rungs[0].ends[-1]
+    if train.schedule == "cosine" or abs(decay - train.decay_fraction) > 0.05:
+        lines.append(f"The rungs end with a decay over {decay:.0%} of their steps, which the config does not: it is "
+                     "predicted as if it did.")
     if cost > own / 4:  # FLOPs of narrow models take several times as long
         lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
     if speed:

@@ -53,8 +53,10 @@ def shortened(cfg: TrainConfig, say) -> TrainConfig:
     return replace(cfg, warmup_steps=fits)
 
 
-def repeated(cfg: TrainConfig, n_tokens: int) -> list[str]:
-    """A word where a run sees its training text more often than PASSES, and by and by has it by heart."""
+def repeated(cfg: TrainConfig, n_windows: int) -> list[str]:
+    """A word where a run sees its training text, so many windows, more often than PASSES, and by and by has it by
+    heart.  What stays empty in windows, where conversations are laid whole, counts in them as in cfg.tokens."""
+    n_tokens = n_windows * cfg.seq_len
     if cfg.tokens <= PASSES * n_tokens:
         return []
     best = ", whose lowest is ckpt_best's" if cfg.eval_interval else ""

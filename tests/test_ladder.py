@@ -87,6 +87,8 @@ def test_a_prediction_above_what_was_measured_is_said():
               for n, d, loss in ((50, 1000, 2.1), (200, 900, 1.5), (50, 2000, 1.6))]
     assert law_py.warning(points, own) == []
     points += [points[0] | dict(loss=1.9, predicted=1.9)]
+    said = " ".join(law_py.warning(points, own | dict(tokens=899)))
+    assert "sees 899 tokens, fewer than any run here, 900 and more" in said
     said = " ".join(law_py.warning(points, own))
     assert "width-50-x1000 came to 1.9000" in said and "2.0000 predicted for it is too high" in said
 
@@ -180,6 +182,10 @@ def test_reach(stack100m):
     for steps, dear in ((train.max_steps, False), (2, True)):  # whether the config itself costs as little is said
         said = rungs.describe(cfg, replace(train, max_steps=steps), Path("out/ladder"), small, [], 10**9)
         assert ("train the config" in said) is dear
+    for how, other in ((dict(), False), (dict(decay_fraction=0.0), True), (dict(schedule="cosine"), True)):
+        plan = rungs.ladder(cfg, replace(train, **how), 96, Path("out/ladder"))
+        said = rungs.describe(cfg, replace(train, **how), Path("out/ladder"), plan, [], 10**9)
+        assert ("which the config does not" in said) is other
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +312,11 @@ def test_plan_trains_nothing_and_other_settings_are_refused(tiny, straight, caps
     with pytest.raises(SystemExit):
         tiny("straight", "--seed=2")
     assert "has a ladder of other settings: seed" in capsys.readouterr().err
+    folder = tiny("orphaned", "--plan")
+    (folder / "width-48").mkdir(parents=True)  # runs whose ladder.json is gone, and with it what they were made with
+    with pytest.raises(SystemExit):
+        tiny("orphaned", "--seed=2")
+    assert "has runs and no ladder.json" in capsys.readouterr().err
     folder = tiny("foreign", "--plan")
     folder.mkdir()
     (folder / "ladder.json").write_text('{"rungs": 4}')  # somebody else's

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -250,6 +251,15 @@ def test_a_prompt_longer_than_the_context_loses_its_beginning_with_one_warning(c
     assert len(ids) == length and seen == [ids[-32:]]
     assert err.count("\n") == (length > 32) and (length <= 32 or f"{length} tokens" in err)
     assert not [w for w in recwarn if "context" in str(w.message)]
+
+
+def test_a_text_that_ends_at_once_is_told_from_a_fault(call):
+    for how, said in (((), "--seed 1338 begins another"), (("--temperature", "0"), "")):
+        whole = call("--max_new_tokens", "40", *how)
+        begins = whole.out[:re.search(r"[ -~]", whole.out).end()]  # up to the first character that can be typed
+        empty = call("--max_new_tokens", "40", *how, "--stop", begins)
+        assert "ended at once" not in whole.err and empty.out == "\n"
+        assert ("ended at once" in empty.err) is bool(said) and said in empty.err
 
 
 def test_text_stops_where_the_document_ends(call, run):

@@ -255,10 +255,12 @@ def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
 
 def test_text_seen_too_often(data, tmp_path, capsys, monkeypatch):
     """More than PASSES times through the text is said, and how many steps would be as many; up to that nothing is."""
-    n = TokenData(data, "train", seq_len=32).n_tokens
-    at_most, above = (TrainConfig(max_steps=steps, batch_tokens=n // 32 * 32) for steps in (4, 5))
-    assert repeated(at_most, n) == [] and "sees its text 5 times" in repeated(above, n)[0]
-    assert "ckpt_best" in repeated(above, n)[0] and "ckpt_best" not in repeated(replace(above, eval_interval=0), n)[0]
+    once = TokenData(data, "train", seq_len=32).n_windows
+    n = once * 32
+    at_most, above = (TrainConfig(seq_len=32, max_steps=steps, batch_tokens=n) for steps in (4, 5))
+    assert repeated(at_most, once) == [] and "sees its text 5 times" in repeated(above, once)[0]
+    assert "ckpt_best" in repeated(above, once)[0]
+    assert "ckpt_best" not in repeated(replace(above, eval_interval=0), once)[0]
     for passes, said in ((2 * 256 / n, []), (256 / n, ["1"])):  # two steps are as many, or twice as many
         monkeypatch.setattr("stack.start.PASSES", passes)
         runs.run(data, tmp_path / str(passes), max_steps=2, batch_tokens=256)

@@ -31,7 +31,8 @@ def model_card(model: GPT, tokenizer: Tokenizer, state: dict, run: Path, name: s
         n_tokens = state["progress"].get("tokens") or state["progress"]["seqs_seen"] * train["seq_len"]
         sources = data_sources(train["data_dir"], state["data"])
         hub = [source.split(":")[1] for source in sources if source.startswith("hf:")]
-        ramp = f" (half of that in the first {train['ramp_steps']:,})" if train.get("ramp_steps") else ""
+        ramp = min(train.get("ramp_steps", 0), step)
+        ramp = f" (half of that in the first {ramp:,})" if ramp else ""
         rows += [("Training", f"{step:,} steps of {train['batch_tokens']:,} tokens{ramp}, {n_tokens:,} learned in all"),
                  ("Data", f"{Path(train['data_dir']).name}{': ' * bool(sources)}{', '.join(sources)}; sha256 "
                   f"{state['data'][:16]}"),

@@ -25,7 +25,7 @@ def test_the_summary_says_what_became_of_it(tmp_path, vocabulary, capsys):
     said = capsys.readouterr().out
     for line in (f"{tmp_path}/mixed: read 2 .txt whole, 1 .jsonl by line, 1 .csv by row; passed over: 1 .docx (not ",
                  "1 .docx (not known as text), 3 hidden, ",
-                 "1 .jpg (not known as text)", "1 no ending (not known as text)",
+                 "1 .jpg (not known as text)", "1 no ending (not known as text)", "or give a glob in quotes",
                  f"{more}: read 1 .txt whole, 1 .jsonl",
                  f"{more}: 39 lines are <|endoftext|>, which is text here", f"{more}: 1 times U+FFFD",
                  "left out: 1 empty, 1 bad", f"left out: {more}/b.jsonl: line 2 is not an object"):
