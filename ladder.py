@@ -272,9 +272,9 @@ def main():
         if before and (other := [key for key in asked if before.get("asked", {}).get(key) != asked[key]]):
             raise ValueError(f"{folder} has a ladder of other settings: {', '.join(other)}.\n  Set them back to go on "
                              "with it, or move the folder away.")
-        if not before and any(folder.glob("width-*")):  # whose settings nobody knows: they would pass for these
-            raise ValueError(f"{folder} has runs and no ladder.json, which says of what. Move the folder away.")
         if not before:
+            if any(folder.glob("width-*")):  # whose settings nobody knows: they would pass for these
+                raise ValueError(f"{folder} has runs and no ladder.json, which says of what. Move the folder away.")
             top, speed = choose(cfg, train, options, folder)
             before = {"asked": asked, "top": top, "speed": speed}
         rungs, shards = ladder(cfg, train, before["top"], folder), meta["splits"]["train"]["shards"]

@@ -226,7 +226,7 @@ def sample(model, tokenizer, prompt: str, args, seed: int, *, echo: bool, talk=N
             rule = "-" * 40 + "\n" if first + row and not args.ids else ""
             rest = text.flush()
             if alone and not (shown or rest) and args.temperature:  # an empty line alone looks like a fault
-                print(f"sample.py: the text ended at once; --seed {seed + 1} begins another", file=sys.stderr)
+                print(f"sample.py: the text ended at once; --seed {args.seed + 1} begins another", file=sys.stderr)
             emit(rule + ("" if alone else before) + "".join(pieces[row]) + rest + "\n")
     for first in range(0, args.num_samples, BATCH):
         batch(first, min(BATCH, args.num_samples - first))

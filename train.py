@@ -184,15 +184,15 @@ def train(model_cfg: ModelConfig, cfg: TrainConfig, ranks, at_exit: contextlib.E
     batches = Batches(train_data, seed=cfg.seed, micro_batch_size=cfg.micro_batch_size, rank=ranks.dp_rank,
                       world_size=ranks.dp_size, start_seq=state["seqs_seen"], device=device)
     at_exit.callback(batches.close)
-    counts = num_params(model_cfg)
+    counts, ramp = num_params(model_cfg), min(cfg.ramp_steps, cfg.max_steps)
     flops = flops_per_token(model_cfg, cfg.seq_len, train_data.mean_doc_len if cfg.doc_mask else None)
     flops = flops.get("doc_masked", flops["causal"])
-    peak, ramp = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype), cfg.ramp_steps
+    peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, dtype)
     say(describe((model_cfg, cfg)))
     say(f"{counts['total']:,} parameters, {counts['embedding'] / counts['total']:.1%} of them the table | {device}, "
         f"{str(dtype).removeprefix('torch.')}, {ranks.world_size} rank(s) | {train_data.n_tokens:,} training tokens | "
         f"{cfg.batch_tokens:,} a step = {ranks.dp_size} x {cfg.batch_tokens // micro_tokens} x {cfg.micro_batch_size} "
-        f"x {cfg.seq_len}{f', half of them in the first {min(ramp, cfg.max_steps):,}' if ramp else ''}")
+        f"x {cfg.seq_len}{f', half of them in the first {ramp:,}' if ramp else ''}")
     if main:  # the share is counted in the data, which need not be read by those who say nothing
         say(train_data.describe())
     for line in (*repeated(cfg, train_data.n_windows), *describe_groups(optimizers, model), *forgotten(model)):

@@ -49,7 +49,8 @@ class Rung:
         rows = min(max(round(most * (middle / tokens) ** BATCH_POWER), 1), most)
         micro = min(train.micro_batch_size, rows)
         batch = rows // micro * micro * train.seq_len
-        decay = min(train.decay_fraction, 0.9) if train.schedule != "cosine" and train.decay_fraction else 0.2
+        self.decay = decay = (
+            min(train.decay_fraction, 0.9) if train.schedule != "cosine" and train.decay_fraction else 0.2)
         first = max(round((1 - decay) * POINTS[0] * self.n / batch), 1)
         self.starts = [first * point // POINTS[0] for point in POINTS]
         self.ends = [max(round(start / (1 - decay)), start + 1) for start in self.starts]
@@ -157,10 +158,9 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
     cost, own = sum(rung.cost() for rung in rungs), own_flops(cfg, train)
     lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk; the config's own run takes "
                  f"{own:.3g} FLOPs")
-    decay = 1 - rungs[0].starts[-1] / rungs[0].ends[-1]
-    if train.schedule == "cosine" or abs(decay - train.decay_fraction) > 0.05:
-        lines.append(f"The rungs end with a decay over {decay:.0%} of their steps, which the config does not: it is "
-                     "predicted as if it did.")
+    if train.schedule == "cosine" or rungs[0].decay != train.decay_fraction:
+        lines.append(f"The rungs end with a decay over {rungs[0].decay:.0%} of their steps, which the config does not: it "
+                     "is predicted as if it did.")
     if cost > own / 4:  # FLOPs of narrow models take several times as long
         lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
     if speed:

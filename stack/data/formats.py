@@ -120,6 +120,10 @@ def kinds(name: str) -> tuple[str, str]:
     return (os.path.splitext(stem)[1], last) if last in PACKINGS else SHORT.get(last, (last, ""))
 
 
+NOT_KNOWN = "not known as text"
+REMEDY = "Text under other names is read when you name the files, or give a glob in quotes that matches them."
+
+
 def passed_over(name: str, known) -> str:
     """Why a file found in a folder or an archive is not read, or nothing."""
     hidden = [part for part in name.split("/") if part.startswith(".") and part.strip(".")]
@@ -128,7 +132,7 @@ def passed_over(name: str, known) -> str:
     if kinds(name)[0] in known:
         return ""
     ending = "".join(kinds(name)) or "no ending"
-    return f"{ending} ({'in an archive' if kinds(name)[0] in ARCHIVES else 'not known as text'})"
+    return f"{ending} ({'in an archive' if kinds(name)[0] in ARCHIVES else NOT_KNOWN})"
 
 
 @contextmanager

@@ -132,8 +132,8 @@ def list_files(source: str) -> tuple[str, list[str], Counter]:
     stale = set() if os.path.isfile(source) else beside_saved(root, names)
     names, counts = [name for name in names if name not in stale], Counter([*passed.values(), *[BESIDE] * len(stale)])
     if not names:
-        advice = ("Text under other names is read when you name the files, or give a glob that matches them." if not
-                  stale else "An .arrow file that is not of the data set is read when you name the file itself.")
+        advice = ("An .arrow file that is not of the data set is read when you name the file itself." if stale else
+                  formats.REMEDY)
         raise FileNotFoundError(f"{source} has no files to read{listed(counts, '; passed over: ')}.\n  Looked for "
                                 f"{' '.join([*FORMATS, *ARCHIVES])}, also with {' '.join(PACKINGS)} behind. {advice}")
     return root, sorted(names, key=natural), counts

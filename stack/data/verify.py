@@ -7,6 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
+from stack.data.formats import NOT_KNOWN, REMEDY
 from stack.data.parts import SHORT_LINE
 from stack.data.shards import (
     checksum_of,
@@ -65,8 +66,8 @@ def said_of(source: dict, where=" (meta.json lists them)") -> list[str]:
     """What was read of a source as what, and what was not."""
     read, passed = (listed(source.get(key, {}), before, where=where)
                     for key, before in (("read", "read "), ("passed", "passed over: ")))
-    unknown = any("not known as text" in why for why in source.get("passed", {}))
-    passed += ". Text under other names is read when you name the files, or give a glob in quotes" * unknown
+    if any(NOT_KNOWN in why for why in source.get("passed", {})):
+        passed += f". {REMEDY}"
     said = ["; ".join(filter(None, (read, passed)))] if read or passed else []
     if fields := Counter({key.removeprefix("field "): n for key, n in source.items() if key.startswith("field ")}):
         said.append(f"fields not read: {', '.join(f'{key} ({n:,})' for key, n in fields.most_common(20))}")
