@@ -159,8 +159,8 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
     lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk; the config's own run takes "
                  f"{own:.3g} FLOPs")
     if train.schedule == "cosine" or rungs[0].decay != train.decay_fraction:
-        lines.append(f"The rungs end with a decay over {rungs[0].decay:.0%} of their steps, which the config does not: it "
-                     "is predicted as if it did.")
+        lines.append(f"The rungs end with a decay over {rungs[0].decay:.0%} of their steps, which the config does not: "
+                     "it is predicted as if it did.")
     if cost > own / 4:  # FLOPs of narrow models take several times as long
         lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
     if speed:
