@@ -7,9 +7,9 @@
 Four rungs of the config's shape, the widest as wide as the budget pays for, the others 2/3, 1/2 and 1/3 as wide.  Each
 is one run at a constant learning rate (rates in stack/optim.py, from the config's where that gives numbers), from which
 decays branch at 5, 10, 20 and 40 tokens per parameter: each end is what a run of that length would have reached.  To
-those of the three narrower rungs is fitted (arXiv 2203.15556, 2412.04403)
+those of the three narrower rungs is fitted (arXiv 2203.15556, 2305.16264)
 
-    loss = E + A / N^a + B / D^b        N parameters that multiply, D training tokens
+    loss = E + A / N^a + B / D^a        N parameters that multiply, D training tokens
 
 The widest is never fitted: how far off it is predicted is printed, above 2 % with a warning.  No number is claimed for
 more than 300 times the FLOPs of the largest fitted run (docs/scaling-laws.md).  The same command again goes on after a
@@ -35,15 +35,15 @@ try:
     from tqdm import tqdm
 
     from model import ModelConfig
-    from stack.checkpoint.folder import read_state
+    from stack.checkpoint.folder import model_code, occupied, read_state
 except ModuleNotFoundError as error:
     not_installed(error)
 
 from stack.counts import build, flops_per_token
 from stack.data.batches import TokenData
-from stack.law import bootstrap, fit, interval, missed, plot, predict, warning
+from stack.law import bootstrap, fit, interval, missed, plot, predict, table
 from stack.log import read_log
-from stack.rungs import REACH, Rung, cheapest, describe, family, ladder, own_flops, parameters, reach, seconds, tops
+from stack.rungs import Rung, cheapest, describe, family, ladder, own_flops, parameters, reach, seconds, tops
 from stack.start import check
 from stack.train_config import TrainConfig
 
@@ -151,7 +151,8 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                 bar.refresh()
             if fresh := not finished(train, whole):
                 if not whole and standing(out) in (None, end):  # not begun, or cut off amid its evaluation
-                    shutil.rmtree(out, ignore_errors=True)
+                    with occupied(out):  # no train.py that outlived a ladder is at work in it
+                        shutil.rmtree(out, ignore_errors=True)
                     fork(Path(rung.trunk.out_dir) / f"ckpt_step_{begin:07d}", out)
                 at = standing(out)
                 run_train(rung.model, train, *([] if at is None else ["--init_from=resume"]), seen=seen)
@@ -223,35 +224,13 @@ def conclude(cfg: ModelConfig, train: TrainConfig, rungs: list[Rung], points: li
     near = sorted(sizes, key=lambda width: abs(math.log(width / best[0])))[:7]
     n, tokens = parameters(cfg), train.tokens
     return {
-        "law": dict(zip(("E", "A", "B", "a", "b"), map(float, (*np.exp(law[:3]), *law[3:])), strict=True)),
+        "law": dict(zip(("E", "A", "B", "a"), map(float, (*np.exp(law[:3]), law[3])), strict=True)),
         "points": points, "flops": whole, "reach": furthest,
         "prediction": {"parameters": n, "tokens": tokens, **predicted(n, tokens)} if whole <= furthest else None,
         "equal_cost": {"flops": cost, "best_width": best[0], "tokens_per_parameter": ratio[best[0]],
                        "tokens_per_parameter_interval": interval([ratio[width] for width in best[1:]]),
                        "sizes": [{"width": width, "parameters": sizes[width][0], "tokens": round(sizes[width][1]),
                                   **predicted(*sizes[width])} for width in sorted(near)]}}
-
-
-def table(result: dict) -> str:
-    """For people."""
-    def row(name, r):
-        per_byte = "" if r["bpb"] is None else "{:>10.4f}  {:.4f} to {:.4f}".format(r["bpb"], *r["bpb_interval"])
-        return (f"{name:<22}{r['parameters']:>13,}{r['tokens'] / r['parameters']:>9.1f}{r['loss']:>9.4f}  "
-                "{:.4f} to {:.4f}".format(*r["interval"]) + per_byte)
-    equal, own = result["equal_cost"], result["prediction"]
-    lines = ["loss = {E:.3f} + {A:.4g} / N^{a:.3f} + {B:.4g} / D^{b:.3f}".format(**result["law"]), "",
-             f"{'the widest rung, never fitted':<36}{'tokens':>14}{'loss':>9}{'predicted':>11}{'off':>8}",
-             *(f"  {p['run']:<34}{p['tokens']:>14,}{p['loss']:>9.4f}{p['predicted']:>11.4f}"
-               f"{p['predicted'] / p['loss'] - 1:>+8.2%}" for p in result["points"] if p["held_out"]), "",
-             f"{'predicted, held out':<22}{'parameters':>13}{'tokens/p':>9}{'loss':>9}  {'between':<18}"
-             f"{'bits/byte':>8}  between"]
-    lines[-1:-1] = warning(result["points"], own)
-    lines += [row("the config", own)] if own else []
-    lines += [row(f"width {size['width']:,}", size) for size in equal["sizes"]]
-    return "\n".join([*lines, "", f"Each width at {equal['flops']:.3g} FLOPs"
-                      + ("." if own else f", {REACH} times the largest fitted run; the config's own run is beyond.")
-                      + f" Best there: width {equal['best_width']:,}, {equal['tokens_per_parameter']:.1f} tokens per "
-                      "parameter, {:.1f} to {:.1f} in 90 % of draws.".format(*equal["tokens_per_parameter_interval"])])
 
 
 def main():
@@ -267,14 +246,13 @@ def main():
         meta = val.meta  # decays end with it: what is wrong with it is said before a trunk is trained
         cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
         folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"
-        asked = dict(budget=options.budget, data=val.data_fingerprint, **json.loads(json.dumps(to_dict((cfg, train)))))
-        before = json.loads((folder / "ladder.json").read_text()) if (folder / "ladder.json").exists() else {}
-        if before and (other := [key for key in asked if before.get("asked", {}).get(key) != asked[key]]):
+        asked = {"budget": options.budget, "data": val.data_fingerprint, "model.py": model_code(),
+                 **json.loads(json.dumps(to_dict((cfg, train))))}
+        before = begun(folder)
+        if before and (other := [key for key in asked if before["asked"].get(key) != asked[key]]):
             raise ValueError(f"{folder} has a ladder of other settings: {', '.join(other)}.\n  Set them back to go on "
                              "with it, or move the folder away.")
         if not before:
-            if any(folder.glob("width-*")):  # whose settings nobody knows: they would pass for these
-                raise ValueError(f"{folder} has runs and no ladder.json, which says of what. Move the folder away.")
             top, speed = choose(cfg, train, options, folder)
             before = {"asked": asked, "top": top, "speed": speed}
         rungs, shards = ladder(cfg, train, before["top"], folder), meta["splits"]["train"]["shards"]
@@ -288,6 +266,18 @@ def main():
         with written_aside(folder / "ladder.png") as aside:
             plot(result).savefig(aside, format="png", dpi=120)
         print(f"{table(result)}\nsaved in {folder}: ladder.json, ladder.png")
+
+
+def begun(folder: Path) -> dict:
+    """What ladder.json has of a ladder that was begun in a folder; {} where none was."""
+    try:
+        if not (folder / "ladder.json").exists() and not any(folder.glob("width-*")):
+            return {}
+        before = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+        return {**before, "asked": {**before["asked"]}, "top": before["top"], "speed": before["speed"]}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # whose settings nobody knows: they would pass for any
+        raise ValueError(f"{folder} has no sound ladder.json, which says of what its runs are. Move the folder away."
+                         ) from None
 
 
 def write(folder: Path, what: dict):

@@ -129,6 +129,8 @@ class Parser(argparse.ArgumentParser):
             value = getattr(namespace, action.dest, None)
             if (action.metavar or action.dest) in PATHS and value is not None:
                 paths = [expand(path) for path in ([value] if isinstance(value, str) else value)]
+                if "" in paths:
+                    self.error(f"{'/'.join(action.option_strings) or action.dest} is empty: a path is needed")
                 if odd := next(filter(no_utf8, paths), None):
                     self.error(f"{odd!a} {NO_UTF8}")
                 setattr(namespace, action.dest, paths[0] if isinstance(value, str) else paths)

@@ -33,7 +33,8 @@ def batch_problems(cfg: TrainConfig, dp_size: int) -> list[str]:
     if cfg.batch_tokens % unit == 0:
         return []
     below, above = cfg.batch_tokens // unit * unit, -(-cfg.batch_tokens // unit) * unit
-    micro = next((n for n in range(cfg.micro_batch_size, 0, -1) if cfg.batch_tokens % (row * n) == 0), None)
+    micro = next((n for n in range(min(cfg.micro_batch_size, cfg.batch_tokens // row), 0, -1)
+                  if cfg.batch_tokens % (row * n) == 0), None)
     return [f"batch_tokens ({cfg.batch_tokens}) must be a multiple of seq_len * micro_batch_size * ranks "
             f"({cfg.seq_len} * {cfg.micro_batch_size} * {dp_size}{' * 2 for ramp_steps' if cfg.ramp_steps else ''} = "
             f"{unit}). Set it to {' or '.join(str(n) for n in (below, above) if n)}"

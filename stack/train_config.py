@@ -1,6 +1,7 @@
 """The settings of a training run, each once: type, default, meaning.  ModelConfig, in model.py, has the model's."""
 
 import dataclasses
+import os
 import re
 import typing
 
@@ -117,6 +118,9 @@ class TrainConfig:
         found = [f"{name} ({getattr(self, name)}) must {says}."
                  for says, (holds, names) in bounds.items() for name in names.split() if not holds(getattr(self, name))]
         found += [f"{name} ({getattr(self, name)!a}) {NO_UTF8}" for name in PATHS if no_utf8(getattr(self, name))]
+        found += [f"{name} names no folder. Set --{name}." for name in PATHS if getattr(self, name) in ("", "hf:")]
+        if self.out_dir and os.path.abspath(self.out_dir) == os.path.abspath(self.data_dir):
+            found.append(f"out_dir and data_dir are one folder, {self.out_dir}: a run needs its own. Set --out_dir.")
         if self.checkpoint is not None and not re.fullmatch(r"ckpt_\w+", self.checkpoint):
             found.append(f"init_from ({self.init_from}): the name of a checkpoint in out_dir is needed behind resume:. "
                          "Write resume:ckpt_step_N.")

@@ -178,6 +178,8 @@ def test_a_seed_beyond_64_bits_is_refused():
     ("skip_spikes", -1, 0, "must be 0 or more."), ("init_from", "resume:", "resume:ckpt_step_10", "behind resume:"),
     ("init_from", "resume:../b/ckpt_last", "resume:ckpt_best", "behind resume:"),
     ("out_dir", "out/\udcff", "out/\u00fc", "out_dir ('out/\\udcff') is no UTF-8"),
+    ("out_dir", "", "out/x", "names no folder"), ("data_dir", "", "data/demo", "names no folder"),
+    ("init_from", "hf:", "hf:models/m", "names no folder"), ("out_dir", "./data/stack100m/", "out/x", "one folder"),
     ("data_dir", "\udcfc", "data/demo", "is no UTF-8"), ("init_from", "hf:\udcfc", "hf:models/m", "is no UTF-8")])
 def test_bounds(name, bad, good, says):
     found, = TrainConfig(**{name: bad}).problems()
@@ -216,6 +218,10 @@ def test_paths_of_the_other_commands(monkeypatch, tmp_path, capsys):
             call()
         assert stop.value.code == 2 and "is no UTF-8" in capsys.readouterr().err
     assert "'a\\udcff.py' is no UTF-8" in refusal("a\udcff.py")
+    for words, name in (([""], "run"), (["a", "--out="], "--out"), (["a", "--more", "b", ""], "--more")):
+        with pytest.raises(SystemExit) as stop:  # --out=$UNSET: it would be the current folder
+            p.parse_args(words)
+        assert stop.value.code == 2 and f"{name} is empty: a path is needed" in capsys.readouterr().err
 
 
 def test_moments_need_a_run():

@@ -219,6 +219,7 @@ def test_advice_on_a_batch_can_be_followed(settings):
         assert bool(said) is any(name == "batch_tokens" for name, _ in ways)
         assert all(not batch_problems(replace(cfg, **{name: int(n)}), 2) for name, n in ways), said
         assert ("ramp_steps to 0" in said) is bool(said and not batch_problems(replace(cfg, ramp_steps=0), 2))
+    assert "or micro_batch_size to" in batch_problems(replace(cfg, batch_tokens=1280, micro_batch_size=10**18), 2)[0]
 
 
 def test_documents_laid_into_windows(data, tmp_path, monkeypatch, capsys):
