@@ -269,9 +269,14 @@ def test_what_is_there_is_not_trained_again(tiny, straight, monkeypatch, capsys)
     assert "never fitted" in said and "predicted, held out" in said and (straight / "ladder.json").read_text() == before
 
 
-def test_a_decay_is_the_run_of_that_length(straight, tmp_path):
+@pytest.mark.parametrize("name, flags", [
+    ("straight", []),
+    ("other", ["--optimizer=adamw", "--schedule=cosine", "--pos=learned", "--norm=layernorm", "--mlp=gelu",
+               "--qk_norm=false", "--n_kv_heads=4", "--doc_mask=true", "--packing=best_fit", "--dropout=0.1"])])
+def test_a_decay_is_the_run_of_that_length(tiny, straight, tmp_path, name, flags):
     """A branch ends with the loss, to the bit, of a run that was made for its length from the start."""
-    cfg, train = load((ModelConfig, TrainConfig), [str(straight / "width-24-x1")])
+    folder = tiny(name, *flags)
+    cfg, train = load((ModelConfig, TrainConfig), [str(folder / "width-24-x1")])
     training.run(cfg, replace(train, out_dir=str(tmp_path / "alone"), init_from="scratch"))
     alone, branch = (runs.log(out, key="val_loss")[-1] for out in (tmp_path / "alone", train.out_dir))
     assert alone["val_loss"] == branch["val_loss"] and alone["step"] == branch["step"] == train.max_steps
