@@ -274,7 +274,10 @@ def begun(folder: Path) -> dict:
         if not (folder / "ladder.json").exists() and not any(folder.glob("width-*")):
             return {}
         before = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
-        return {**before, "asked": {**before["asked"]}, "top": before["top"], "speed": before["speed"]}
+        kinds = {"asked": dict, "top": int, "speed": list}
+        if not all(isinstance(before[key], kind) for key, kind in kinds.items()):
+            raise ValueError
+        return before
     except (FileNotFoundError, ValueError, KeyError, TypeError):  # whose settings nobody knows: they would pass for any
         raise ValueError(f"{folder} has no sound ladder.json, which says of what its runs are. Move the folder away."
                          ) from None

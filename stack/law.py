@@ -1,7 +1,7 @@
 """The law that losses of several models and lengths follow: loss = E + A / N^a + B / D^a, fitted, with its uncertainty.
 
-N parameters, D training tokens (Chinchilla, arXiv 2203.15556), with one exponent for both (arXiv 2305.16264): two, from
-a dozen runs, are hardly told apart and carried further off (docs/scaling-laws.md).  Fitted by the Huber loss of the
+N parameters, D training tokens (Chinchilla, arXiv 2203.15556), with one exponent for both (arXiv 2305.16264): a dozen
+runs hardly tell two apart (docs/scaling-laws.md).  Fitted by the Huber loss of the
 logarithm, so that one odd run does not carry the rest along, with L-BFGS-B (arXiv 2412.04403).  A law is an array
 (log E, log A, log B, a).
 """
@@ -12,6 +12,7 @@ import numpy as np
 
 HUBER = 1e-3  # residuals of the logarithm beyond this count linearly (arXiv 2412.04403)
 DRAWS = 100  # of the bootstrap
+REACH = 300  # times the FLOPs of the largest fitted run: as far as a law is claimed
 
 
 def predict(law, n, d):
@@ -90,7 +91,6 @@ def table(result: dict) -> str:
         return (f"{name:<22}{r['parameters']:>13,}{r['tokens'] / r['parameters']:>9.1f}{r['loss']:>9.4f}  "
                 "{:.4f} to {:.4f}".format(*r["interval"]) + per_byte)
     equal, own = result["equal_cost"], result["prediction"]
-    times = result["reach"] / max(p["flops"] for p in result["points"] if not p["held_out"])
     lines = ["loss = {E:.3f} + {A:.4g} / N^{a:.3f} + {B:.4g} / D^{a:.3f}".format(**result["law"]), "",
              f"{'the widest rung, never fitted':<36}{'tokens':>14}{'loss':>9}{'predicted':>11}{'off':>8}",
              *(f"  {p['run']:<34}{p['tokens']:>14,}{p['loss']:>9.4f}{p['predicted']:>11.4f}"
@@ -101,7 +101,7 @@ def table(result: dict) -> str:
     lines += [row("the config", own)] if own else []
     lines += [row(f"width {size['width']:,}", size) for size in equal["sizes"]]
     return "\n".join([*lines, "", f"Each width at {equal['flops']:.3g} FLOPs"
-                      + ("." if own else f", {times:.0f} times the largest fitted run; the config's own run is beyond.")
+                      + ("." if own else f", {REACH} times the largest fitted run; the config's own run is beyond.")
                       + f" Best there: width {equal['best_width']:,}, {equal['tokens_per_parameter']:.1f} tokens per "
                       "parameter, {:.1f} to {:.1f} in 90 % of draws.".format(*equal["tokens_per_parameter_interval"])])
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from model import GPT, ModelConfig
 from stack.counts import build, flops_per_token, lookup_params, num_params
 from stack.device import PEAK_TFLOPS
+from stack.law import REACH
 from stack.optim import rates
 from stack.train_config import PASSES, TrainConfig
 
 POINTS = (5, 10, 20, 40)  # tokens per parameter at which a decay ends
 WIDTHS = (1 / 3, 1 / 2, 2 / 3, 1)  # of the rungs, as parts of the widest
-REACH = 300  # times the FLOPs of the largest fitted run
 BATCH_POWER = 0.571  # tokens of a step go with the run's tokens to this power (Step Law, arXiv 2503.04715)
 
 

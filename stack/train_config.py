@@ -119,7 +119,7 @@ class TrainConfig:
                  for says, (holds, names) in bounds.items() for name in names.split() if not holds(getattr(self, name))]
         found += [f"{name} ({getattr(self, name)!a}) {NO_UTF8}" for name in PATHS if no_utf8(getattr(self, name))]
         found += [f"{name} names no folder. Set --{name}." for name in PATHS if getattr(self, name) in ("", "hf:")]
-        if self.out_dir and os.path.abspath(self.out_dir) == os.path.abspath(self.data_dir):
+        if self.out_dir and self.data_dir and os.path.realpath(self.out_dir) == os.path.realpath(self.data_dir):
             found.append(f"out_dir and data_dir are one folder, {self.out_dir}: a run needs its own. Set --out_dir.")
         if self.checkpoint is not None and not re.fullmatch(r"ckpt_\w+", self.checkpoint):
             found.append(f"init_from ({self.init_from}): the name of a checkpoint in out_dir is needed behind resume:. "

@@ -273,7 +273,7 @@ def test_what_is_there_is_not_trained_again(tiny, straight, monkeypatch, capsys)
     ("straight", []),
     ("other", ["--optimizer=adamw", "--schedule=cosine", "--pos=learned", "--norm=layernorm", "--mlp=gelu",
                "--qk_norm=false", "--n_kv_heads=4", "--doc_mask=true", "--packing=best_fit", "--dropout=0.1"])])
-def test_a_decay_is_the_run_of_that_length(tiny, straight, tmp_path, name, flags):
+def test_a_decay_is_the_run_of_that_length(tiny, tmp_path, name, flags):
     """A branch ends with the loss, to the bit, of a run that was made for its length from the start."""
     folder = tiny(name, *flags)
     cfg, train = load((ModelConfig, TrainConfig), [str(folder / "width-24-x1")])
@@ -321,7 +321,8 @@ def test_plan_trains_nothing_and_other_settings_are_refused(tiny, straight, caps
     folder = tiny("orphaned", "--plan")
     (folder / "width-48").mkdir(parents=True)  # runs whose ladder.json is gone, and with it what they were made with
     begun = json.dumps({"asked": {}, "top": 48})
-    for text in (None, "[1]", "{}", '{"asked": 3, "top": 48, "speed": []}', begun, begun[:-3], '{"rungs": 4}'):
+    for text in (None, "[1]", "{}", '{"asked": 3, "top": 48, "speed": []}', '{"asked": {}, "top": null, "speed": []}',
+                 begun, begun[:-3], '{"rungs": 4}'):
         if text is not None:  # cut off, or somebody else's
             (folder / "ladder.json").write_text(text)
         with pytest.raises(SystemExit) as stopped:
@@ -342,8 +343,10 @@ def test_a_run_that_outlived_its_ladder_keeps_its_folder(tiny, straight, capsys)
     out = next(straight.glob("width-*-x1"))
     log = (out / "log.jsonl").read_bytes()
     (out / "log.jsonl").write_bytes(b"")
-    with occupied(out), pytest.raises(SystemExit) as stopped:
-        tiny("straight")
-    assert stopped.value.code == 2 and f"another process is training in {out}" in capsys.readouterr().err
-    assert any(out.glob("ckpt_last*"))
-    (out / "log.jsonl").write_bytes(log)
+    try:
+        with occupied(out), pytest.raises(SystemExit) as stopped:
+            tiny("straight")
+        assert stopped.value.code == 2 and f"another process is training in {out}" in capsys.readouterr().err
+        assert any(out.glob("ckpt_last*"))
+    finally:
+        (out / "log.jsonl").write_bytes(log)
