@@ -1,9 +1,8 @@
 """The law that losses of several models and lengths follow: loss = E + A / N^a + B / D^a, fitted, with its uncertainty.
 
 N parameters, D training tokens (Chinchilla, arXiv 2203.15556), with one exponent for both (arXiv 2305.16264): a dozen
-runs hardly tell two apart (docs/scaling-laws.md).  Fitted by the Huber loss of the
-logarithm, so that one odd run does not carry the rest along, with L-BFGS-B (arXiv 2412.04403).  A law is an array
-(log E, log A, log B, a).
+runs hardly tell two apart (docs/scaling-laws.md).  Fitted by the Huber loss of the logarithm, so that one odd run does
+not carry the rest along, with L-BFGS-B (arXiv 2412.04403).  A law is an array (log E, log A, log B, a).
 """
 
 import math
