@@ -62,9 +62,8 @@ def parse(argv):
     for name in ("max_tokens", "seq_len", "stride", "micro_batch_size", "limit"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 1e15:
             p.error(f"--{name} is {getattr(args, name)}; it must be 1 or more, and below 1e15.")
-    for name, needs in (("choices", "a file of questions"), ("tasks", "names of tasks, as in --tasks hellaswag,piqa")):
-        if getattr(args, name) is not None and not getattr(args, name).strip(" ,"):
-            p.error(f"--{name} is empty; it needs {needs}.")
+    if args.tasks is not None and not args.tasks.strip(" ,"):
+        p.error("--tasks is empty; it needs names of tasks, as in --tasks hellaswag,piqa.")
     if args.words and not args.embeddings:
         p.error("--words belongs to --embeddings.")
     asked = args.choices or args.tasks

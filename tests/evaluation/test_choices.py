@@ -192,7 +192,7 @@ def test_half_surrogates_are_what_they_are_in_training_text(tmp_path, call):
     (["--choices", "a", "--tasks", "b"], "not allowed with"), (["--limit", 3], "--limit belongs"),
     (["--choices", "a", "--seq_len", 8], "belong to the held-out loss"),
     (["--tasks", "a", "--limit", 0], "--limit is 0"), (["--tasks", ""], "--tasks is empty; it needs names of tasks"),
-    (["--choices", ""], "--choices is empty; it needs a file")])
+    (["--choices", ""], "--choices is empty: a path is needed")])
 def test_wrong_flags_end_with_a_message(call, monkeypatch, flags, named):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     code, out, err = call(*flags)
