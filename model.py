@@ -72,10 +72,10 @@ class ModelConfig:
                   if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name]))]
         found += [f"{name} ({getattr(self, name)}) must be 0 (off) or positive."
                   for name in ("nope_every", "logit_softcap", "embed_constant") if getattr(self, name) < 0]
-        if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
+        if min(self.n_heads, self.n_kv_heads) > 0 and self.n_heads % self.n_kv_heads:
             found.append(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}). "
                          f"Set n_kv_heads to one of {[k for k in range(1, self.n_heads + 1) if not self.n_heads % k]}.")
-        if self.pos == "rope" and self.head_dim % 2:
+        if self.pos == "rope" and self.head_dim > 0 and self.head_dim % 2:
             found.append(f"head_dim ({self.head_dim}) must be even for rotary positions. Set {self.head_dim + 1}.")
         if self.pos == "learned" and self.nope_every:
             found.append("nope_every drops rotary positions, but pos is 'learned'. Set pos='rope' or nope_every=0.")
