@@ -1,6 +1,6 @@
 # Stack-100M: 101,353,728 parameters, 20B tokens, one 80 GB GPU (peak about 37 GB, compiled; account.py has the parts)
 # time, estimated: account.py's roofline, an optimistic end: H200 13.0 h, H100 14.3 h (387k tokens/s), A100 29.5 h
-# loss, estimated: 1.82 + 482/N^0.348 + 2085/D^0.366 (Chinchilla's law refitted, arXiv 2404.10102) = 2.97 nats per token
+# loss, estimated: 1.82 + 482/N^0.348 + 2085/D^0.366 (Chinchilla's law refitted, arXiv 2404.10102) = 2.96 nats per token
 # python train.py configs/stack100m.py   (make data/stack100m first: README, "The run this is for")
 
 # model (the defaults of ModelConfig, restated because they are Stack-100M)
