@@ -101,6 +101,7 @@ def probe(rung: Rung, folder: Path) -> list[float]:
     run_train(rung.model, train)
     per_token = 1 / read_log(folder / "probe" / "log.jsonl")[-1]["tok_per_s"]
     start = time.monotonic() - began - per_token * PROBE_STEPS * train.batch_tokens
+    shutil.rmtree(folder / "probe")
     return [rung.flops_per_token, per_token, max(start, 0.0)]
 
 

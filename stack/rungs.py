@@ -121,10 +121,11 @@ def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], whole: floa
     takes = f"{math.ceil(cost[top] / 60)} minutes here, {flops:.3g} FLOPs" if speed else f"{flops:.3g} FLOPs"
     least = ladders[top][0]
     table = least.model.padded_vocab_size * least.model.d_model
+    hint = (f" Of the narrowest rung's {least.n:,} parameters {table:,} are the table's: a smaller --vocab_size in "
+            "prepare.py makes small models cheaper.") if table > least.n / 2 else ""
     better = ", less than that, and tells more" if whole < flops else ""
     return (f"not enough: the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n"
-            f"  A run of the config itself takes {whole:.3g} FLOPs{better}. Of the narrowest rung's {least.n:,} "
-            f"parameters {table:,} are the table's: a smaller --vocab_size in prepare.py makes small models cheaper.")
+            f"  A run of the config itself takes {whole:.3g} FLOPs{better}.{hint}")
 
 
 def beyond(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung]) -> str:

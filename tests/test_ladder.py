@@ -105,6 +105,8 @@ def test_time():
     assert "itself takes 1e+09 FLOPs, less than that, and tells more" in said
     assert "takes 1e+19 FLOPs. Of" in rungs.cheapest({48: plan}, {48: 600.0}, 1e19, speed=[1.0])
     assert "10 minutes here" in said and f"{sum(r.cost() for r in plan) * 1.01:.3g}" in said
+    small = rungs.ladder(replace(cfg, vocab_size=512), train, 48, Path("out/ladder"))  # no table to make smaller
+    assert "--vocab_size" in said and "--vocab_size" not in rungs.cheapest({48: small}, {48: 600.0}, 1e9, speed=[1.0])
     assert rungs.family(replace(cfg, n_layers=3), 16).n_layers == 3 and rungs.family(cfg, 16).n_layers == 3
 
 
