@@ -1,7 +1,7 @@
 """What a config will reach, before it runs: small models of its shape are trained, a law is fitted and carried up.
 
-    python ladder.py configs/demo.py --budget 30m --plan       what it would train and cost; minutes are timed first
-    python ladder.py configs/demo.py --budget 30m              minutes (m) or hours (h) of this machine
+    python ladder.py configs/demo.py --budget 2h --plan        what it would train and cost; hours are timed first
+    python ladder.py configs/demo.py --budget 2h               minutes (m) or hours (h) of this machine
     python ladder.py configs/stack100m.py --device=cuda --budget 6e17           or training FLOPs
 
 Four rungs of the config's shape, the widest as wide as the budget pays for, the others 2/3, 1/2 and 1/3 as wide.  Each
