@@ -160,7 +160,7 @@ def flags() -> dict[tuple, set[str]]:
     found = {}
     for _, *argv in printed():
         command = tuple(argv[:3 if argv[0] == "-m" else 1])
-        named = {arg for arg in argv if arg.startswith("--")} - {"--help"}
+        named = {arg.partition("=")[0] for arg in argv if arg.startswith("--")} - {"--help"}
         if named and not {"train.py", "account.py", "convert.py"} & {*argv}:  # the last are test_convert.py's
             found[command] = found.get(command, set()) | named
     return found
