@@ -68,7 +68,8 @@ def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None,
                               "Lower it" + (", or raise --max_seq_len." if settled.pos == "rope" else "."))
         if changed := differences(saved["model"], {key: getattr(settled, key) for key in LENGTHS}):
             say(f"as asked for, other than in {source}: {changed}")
-        if other := differences(model_cfg, settled):
+        asked = replace(model_cfg, embed_constant=settled.embed_constant)  # of initial values, which nothing has here
+        if other := differences(asked, settled):
             say(f"the architecture is that of {source}, not the one asked for: {other}")
         return settled, rated(settled, cfg, source, saved, say)
     if saved is not None:  # initial values: those that the run had, whatever a config file says by now
@@ -92,7 +93,8 @@ def rated(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None, 
     tokens, batch, before = cfg.tokens, cfg.step_tokens(cfg.max_steps - 1), (saved or {}).get("train") or {}
     values = dict(zip(("muon_lr", "adamw_lr"), rates(model_cfg, tokens, batch, cfg.optimizer), strict=True))
     how = f"for {tokens:,} tokens, {batch:,} a step"
-    if (cfg.checkpoint or cfg.keep_moments) and all(before.get(name) for name in left_open):
+    goes_on = (cfg.checkpoint or cfg.keep_moments) and before.get("optimizer") == cfg.optimizer
+    if goes_on and all(before.get(name) for name in left_open):
         values, how = before, f"as {source} was trained"
     elif saved is not None and not cfg.checkpoint:
         values, how = {name: values[name] / 5 for name in left_open}, f"a fifth of those of a first run {how}"

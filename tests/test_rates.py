@@ -147,6 +147,8 @@ def test_rates_left_open(data, tmp_path, capsys):
     assert saved(mixed) == (0.5, float(f"{rates(model_cfg, 256, 256)[1]:.4g}"))
     adamw = runs.run(data, tmp_path / "e", **open_rates | dict(max_steps=1, optimizer="adamw"))
     assert saved(adamw) == (None, float(f"{rates(model_cfg, 256, 256, 'adamw')[1]:.4g}"))
+    runs.run(data, a, **open_rates | dict(max_steps=9, init_from="resume", optimizer="adamw", allow_changes=True))
+    assert saved(a) == (None, float(f"{rates(model_cfg, 9 * 256, 256, 'adamw')[1]:.4g}"))  # the table's was another
     with pytest.raises(ConfigError, match=r"muon_lr \(-1.0\) must be positive, or None"):
         load((ModelConfig, TrainConfig), ["--muon_lr=-1"])
 

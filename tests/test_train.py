@@ -453,8 +453,10 @@ def test_vocabulary_follows_the_tokenizer(data, tmp_path, capsys):
 def test_finetune(plain, data, tmp_path, capsys):
     """init_from=RUN starts a run of its own from another's weights, architecture included, and leaves that alone."""
     before = {p: p.stat().st_mtime_ns for p in plain.rglob("*")}
-    out = runs.run(data, tmp_path / "run", init_from=str(plain), n_layers=5, dropout=0.0, max_steps=2, eval_interval=1)
-    assert "n_layers 5 -> 2" in capsys.readouterr().out
+    out = runs.run(data, tmp_path / "run", init_from=str(plain), n_layers=5, dropout=0.0, max_steps=2, eval_interval=1,
+                   embed_constant=3.0)
+    said = capsys.readouterr().out
+    assert "n_layers 5 -> 2" in said and "embed_constant 3.0 -> " not in said  # initial values: nothing has them here
     assert [line["step"] for line in runs.log(out, key="loss")] == [1, 2]
     assert runs.log(out, key="val_loss")[0]["val_loss"] < runs.log(plain, key="val_loss")[0]["val_loss"]
     assert {p: p.stat().st_mtime_ns for p in plain.rglob("*")} == before
