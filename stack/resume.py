@@ -61,19 +61,20 @@ def settle(model_cfg: ModelConfig, cfg: TrainConfig, source, saved: dict | None,
         raise ConfigError(f"{source} was trained with another tokenizer than {cfg.data_dir} was made with "
                           f"({saved['tokenizer'][:12]} and {tokenizer.fingerprint[:12]}): its rows would mean other "
                           f"tokens. Prepare the data with --tokenizer {source}.")
+    if saved is not None:
+        theirs, asked = ModelConfig(**saved["model"]), model_cfg
+        # initial values: those that the source had, whatever a config file says by now
+        model_cfg = replace(model_cfg, embed_constant=theirs.embed_constant)
     if saved is not None and not cfg.checkpoint:
-        settled = replace(lengthened(ModelConfig(**saved["model"]), model_cfg, source), dropout=model_cfg.dropout)
+        settled = replace(lengthened(theirs, asked, source), dropout=model_cfg.dropout)
         if cfg.seq_len > settled.max_seq_len:
             raise ConfigError(f"seq_len ({cfg.seq_len}) is more than the {settled.max_seq_len} tokens of {source}. "
                               "Lower it" + (", or raise --max_seq_len." if settled.pos == "rope" else "."))
         if changed := differences(saved["model"], {key: getattr(settled, key) for key in LENGTHS}):
             say(f"as asked for, other than in {source}: {changed}")
-        asked = replace(model_cfg, embed_constant=settled.embed_constant)  # of initial values, which nothing has here
-        if other := differences(asked, settled):
+        if other := differences(model_cfg, settled):
             say(f"the architecture is that of {source}, not the one asked for: {other}")
         return settled, rated(settled, cfg, source, saved, say)
-    if saved is not None:  # initial values: those that the run had, whatever a config file says by now
-        model_cfg = replace(model_cfg, embed_constant=ModelConfig(**saved["model"]).embed_constant)
     if tokenizer.vocab_size > model_cfg.vocab_size:
         raise ConfigError(f"vocab_size ({model_cfg.vocab_size}) is less than the {tokenizer.vocab_size} ids of "
                           f"{cfg.data_dir}. Set --vocab_size={tokenizer.vocab_size}.")
