@@ -16,6 +16,7 @@ more than 300 times the FLOPs of the largest fitted run (docs/scaling-laws.md). 
 stop.  Written to out/ladder-NAME: ladder.json, ladder.png.  Any setting of the config may follow as --key=value.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -41,7 +42,7 @@ except ModuleNotFoundError as error:
 
 from stack.counts import build, flops_per_token
 from stack.data.batches import TokenData
-from stack.law import bootstrap, fit, interval, missed, plot, predict, table
+from stack.law import best, bootstrap, fit, interval, missed, plot, predict, table
 from stack.log import read_log
 from stack.rungs import Rung, cheapest, describe, family, ladder, own_flops, parameters, reach, seconds, tops
 from stack.start import check
@@ -121,6 +122,8 @@ def run_train(model: ModelConfig, train: TrainConfig, *flags: str, seen=lambda s
                 seen(last_step(out))
         except BaseException:
             process.terminate()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print("\nladder.py: ends once train.py has saved; then the same command goes on", file=sys.stderr)
             process.wait()
             raise
     if process.returncode:
@@ -139,16 +142,17 @@ def standing(folder: Path) -> int | None:
 
 def climb(rungs: list[Rung], keep) -> list[dict]:
     """Train what is not trained yet, one process after the other; the end of every decay.  keep(those so far)."""
-    points, done, here, began, cost = [], 0.0, 0.0, time.monotonic(), sum(rung.cost() for rung in rungs)
-    bar = tqdm(total=cost, unit="FLOP", unit_scale=True, dynamic_ncols=True, disable=None)
+    total = sum(np.array([rung.cost(), rung.cost() / rung.flops_per_token]) for rung in rungs)  # FLOPs, tokens
+    points, done, here, began = [], 0 * total, 0 * total, time.monotonic()
+    bar = tqdm(total=total[0], disable=None, dynamic_ncols=True, bar_format="{desc} {percentage:.0f}%|{bar}| {elapsed}")
     for rung in rungs:
-        per_step = rung.trunk.batch_tokens * rung.flops_per_token
+        per_step = rung.trunk.batch_tokens * np.array([rung.flops_per_token, 1])
         for train, begin, end in rung.jobs():
             out, whole = Path(train.out_dir), begin == 0
             bar.set_description(out.name)
 
             def seen(step, begin=begin, end=end, done=done, per_step=per_step):
-                bar.n = done + min(max(step - begin, 0), end - begin) * per_step
+                bar.n = (done + min(max(step - begin, 0), end - begin) * per_step)[0]
                 bar.refresh()
             if fresh := not finished(train, whole):
                 if not whole and standing(out) in (None, end):  # not begun, or cut off amid its evaluation
@@ -161,16 +165,16 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                     raise RunFailed(f"{out} diverged or stopped before step {end}: see {out}.txt. Run again to go on.")
                 here += (end - (at or 0)) * per_step
             seen(end)
-            done += (end - begin) * per_step
+            done = done + (end - begin) * per_step
             if not whole:
                 got, tokens = log_of(train)[-1], end * train.batch_tokens
                 points.append({"run": out.name, "parameters": rung.n, "tokens": tokens, "held_out": rung.held_out,
                                "flops": tokens * rung.flops_per_token, "loss": got["val_loss"], "bpb": got["val_bpb"]})
-                said = f"{out.name}: loss {got['val_loss']:.4f} after {tokens:,} tokens, {done / cost:.0%}"
-                if fresh:
+                said = f"{out.name}: loss {got['val_loss']:.4f} after {tokens:,} tokens, {(done / total)[0]:.0%}"
+                if fresh:  # a small machine takes its time by tokens, a large one by FLOPs
                     keep(points)
-                    left = tqdm.format_interval((cost - done) / here * (time.monotonic() - began))
-                    said += f", {left} left at this pace"
+                    left = sorted((total - done) / here * (time.monotonic() - began))
+                    said += f", {' to '.join(map(tqdm.format_interval, left))} left at this pace"
                 tqdm.write(said)
     bar.close()
     return points
@@ -216,48 +220,50 @@ def conclude(cfg: ModelConfig, train: TrainConfig, rungs: list[Rung], points: li
                 "bpb_interval": per_nat and [end * per_nat for end in between]}
     whole, furthest = own_flops(cfg, train), reach(rungs)
     cost, sizes = min(whole, furthest), {}
-    for k in range(-16, 13):
-        width = max(round(cfg.d_model * 2 ** (k / 4) / 8), 2) * 8
+    for k in range(-32, 25):
+        width = max(round(cfg.d_model * 2 ** (k / 8) / 8), 2) * 8
         other = build(family(cfg, width))
         sizes[width] = (parameters(other), cost / flops_per_token(other, train.seq_len)["causal"])
-    best = [min(sizes, key=lambda width, one=one: predict(one, *sizes[width])) for one in [law, *drawn]]
-    ratio = {width: tokens / n for width, (n, tokens) in sizes.items()}
-    near = sorted(sizes, key=lambda width: abs(math.log(width / best[0])))[:7]
+    width, _ = best(law, sizes)
+    least, most = np.transpose([best(one, sizes)[1] for one in drawn])
+    order, at = list(sizes), list(sizes).index(width)
     n, tokens = parameters(cfg), train.tokens
     return {
         "law": dict(zip(("E", "A", "B", "a"), map(float, (*np.exp(law[:3]), law[3])), strict=True)),
         "points": points, "flops": whole, "reach": furthest,
         "prediction": {"parameters": n, "tokens": tokens, **predicted(n, tokens)} if whole <= furthest else None,
-        "equal_cost": {"flops": cost, "best_width": best[0], "tokens_per_parameter": ratio[best[0]],
-                       "tokens_per_parameter_interval": interval([ratio[width] for width in best[1:]]),
-                       "sizes": [{"width": width, "parameters": sizes[width][0], "tokens": round(sizes[width][1]),
-                                  **predicted(*sizes[width])} for width in sorted(near)]}}
+        "equal_cost": {"flops": cost, "best_width": width, "tokens_per_parameter": sizes[width][1] / sizes[width][0],
+                       "tokens_per_parameter_interval": [interval(least)[0], interval(most)[1]],
+                       "sizes": [{"width": other, "parameters": sizes[other][0], "tokens": round(sizes[other][1]),
+                                  **predicted(*sizes[other])} for other in order[max(at - 6, at % 2):at + 7:2]]}}
 
 
 def main():
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the run under way saves first.  nohup's is ignored
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: (
-                print("ladder.py: stopped; the same command goes on", file=sys.stderr), sys.exit(128 + number)))
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     with as_command("ladder.py"):
         scratch = "init_from must be scratch: a ladder has no other runs."
         cfg, train, options = load((ModelConfig, TrainConfig, LadderConfig), sys.argv[1:], doc=__doc__, check=lambda
                                    cfg, train, _: check(cfg, train) + [scratch] * (train.init_from != "scratch"))
-        val = TokenData(train.data_dir, "val", seq_len=train.seq_len, loss_on=train.loss_on, doc_mask=train.doc_mask)
-        meta = val.meta  # decays end with it: what is wrong with it is said before a trunk is trained
-        cfg = replace(cfg, vocab_size=min(cfg.vocab_size, meta["vocab_size"]))
+        val, n_tokens = None, None
+        if Path(train.data_dir).exists() or not options.plan or options.amount()[1] == "s":
+            val = TokenData(  # decays end with it: what is wrong with it is said before a trunk is trained
+                train.data_dir, "val", seq_len=train.seq_len, loss_on=train.loss_on, doc_mask=train.doc_mask)
+            cfg = replace(cfg, vocab_size=min(cfg.vocab_size, val.vocab_size))
+            n_tokens = sum(entry["tokens"] for entry in val.meta["splits"]["train"]["shards"])
         folder = Path(train.out_dir).parent / f"ladder-{Path(train.out_dir).name}"
-        asked = {"budget": options.budget, "data": val.data_fingerprint, "model.py": model_code(),
+        asked = {"budget": options.budget, "data": val and val.data_fingerprint, "model.py": model_code(),
                  **json.loads(json.dumps(to_dict((cfg, train))))}
         before = begun(folder)
         if before and (other := [key for key in asked if before["asked"].get(key) != asked[key]]):
             raise ValueError(f"{folder} has a ladder of other settings: {', '.join(other)}.\n  Set them back to go on "
-                             "with it, or move the folder away.")
+                             "with it, or begin another: --out_dir=out/NAME puts it in out/ladder-NAME.")
         if not before:
             top, speed = choose(cfg, train, options, folder)
             before = {"asked": asked, "top": top, "speed": speed}
-        rungs, shards = ladder(cfg, train, before["top"], folder), meta["splits"]["train"]["shards"]
-        print(describe(cfg, train, folder, rungs, before["speed"], sum(e["tokens"] for e in shards)), flush=True)
+        rungs = ladder(cfg, train, before["top"], folder)
+        print(describe(cfg, train, folder, rungs, before["speed"], n_tokens), flush=True)
         if options.plan:
             return
         write(folder, before)

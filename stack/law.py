@@ -12,6 +12,7 @@ import numpy as np
 HUBER = 1e-3  # residuals of the logarithm beyond this count linearly (arXiv 2412.04403)
 DRAWS = 100  # of the bootstrap
 REACH = 300  # times the FLOPs of the largest fitted run: as far as a law is claimed
+TIE = 0.005  # two losses that near are as good: seeds differ by as much (docs/scaling-laws.md)
 
 
 def predict(law, n, d):
@@ -64,13 +65,23 @@ def missed(points: list[dict]) -> float:
     return max((abs(math.log(p["predicted"] / p["loss"])) for p in points if p["held_out"]), default=0.0)
 
 
+def best(law, sizes: dict) -> tuple[int, list[float]]:
+    """Of sizes, {width: (parameters, tokens)}, the width with the lowest loss; the least and the most tokens per
+    parameter that come within TIE of it."""
+    loss = {width: predict(law, *size) for width, size in sizes.items()}
+    least = min(loss, key=loss.get)
+    tied = [tokens / n for width, (n, tokens) in sizes.items() if loss[width] <= loss[least] * (1 + TIE)]
+    return least, [min(tied), max(tied)]
+
+
 def warning(points: list[dict], own: dict | None) -> list[str]:
     """What to say where the law is off by more than 2 % on what was held out, or predicts for the config, `own`, more
     than what has no more parameters and saw no more text came to."""
-    off, lines = missed(points), []
+    off, lines = max((abs(p["predicted"] / p["loss"] - 1) for p in points if p["held_out"]), default=0), []
     if off > 0.02:
-        lines += [f"WARNING: the law is off by up to {math.expm1(off):.1%} on a rung just above those fitted, and by",
-                  "more on larger models: do not pay by what follows. A larger --budget has wider rungs.", ""]
+        lines += [f"WARNING: the law is off by up to {off:.1%} on a rung just above those fitted, and by more on",
+                  "larger models: do not pay by what follows. A larger --budget, in a new --out_dir, has wider ones.",
+                  ""]
     if own and own["tokens"] < (fewest := min(p["tokens"] for p in points)):
         lines += [f"WARNING: the config sees {own['tokens']:,} tokens, fewer than any run here, {fewest:,} and more:",
                   "the law knows nothing of runs that short.", ""]
@@ -85,29 +96,40 @@ def warning(points: list[dict], own: dict | None) -> list[str]:
 
 def table(result: dict) -> str:
     """What conclude found, for people."""
+    known = [p["tokens"] / p["parameters"] for p in result["points"]]
+
+    def untried(r):
+        return not min(known) * 0.95 < r["tokens"] / r["parameters"] < max(known) * 1.05  # steps are whole
+
     def row(name, r):
+        name += " *" * untried(r)
         per_byte = "" if r["bpb"] is None else "{:>10.4f}  {:.4f} to {:.4f}".format(r["bpb"], *r["bpb_interval"])
         return (f"{name:<22}{r['parameters']:>13,}{r['tokens'] / r['parameters']:>9.1f}{r['loss']:>9.4f}  "
                 "{:.4f} to {:.4f}".format(*r["interval"]) + per_byte)
     equal, own = result["equal_cost"], result["prediction"]
     lines = ["loss = {E:.3f} + {A:.4g} / N^{a:.3f} + {B:.4g} / D^{a:.3f}".format(**result["law"]), "",
-             f"{'the widest rung, never fitted':<36}{'tokens':>14}{'loss':>9}{'predicted':>11}{'off':>8}",
+             f"{'the widest rung, never fitted':<36}{'tokens':>14}{'loss':>9}{'predicted':>11}{'too high by':>13}",
              *(f"  {p['run']:<34}{p['tokens']:>14,}{p['loss']:>9.4f}{p['predicted']:>11.4f}"
-               f"{p['predicted'] / p['loss'] - 1:>+8.2%}" for p in result["points"] if p["held_out"]), "",
+               f"{p['predicted'] / p['loss'] - 1:>+13.2%}" for p in result["points"] if p["held_out"]), "",
              f"{'predicted, held out':<22}{'parameters':>13}{'tokens/p':>9}{'loss':>9}  {'between':<18}"
              f"{'bits/byte':>8}  between"]
     lines[-1:-1] = warning(result["points"], own)
     lines += [row("the config", own)] if own else []
     lines += [row(f"width {size['width']:,}", size) for size in equal["sizes"]]
+    if any(map(untried, [*equal["sizes"], own or equal["sizes"][0]])):
+        lines += [f"* no run here had so few or many tokens per parameter ({min(known):.0f} to {max(known):.0f}): less "
+                  "sure than it says"]
     return "\n".join([*lines, "", f"Each width at {equal['flops']:.3g} FLOPs"
                       + ("." if own else f", {REACH} times the largest fitted run; the config's own run is beyond.")
                       + f" Best there: width {equal['best_width']:,}, {equal['tokens_per_parameter']:.1f} tokens per "
-                      "parameter, {:.1f} to {:.1f} in 90 % of draws.".format(*equal["tokens_per_parameter_interval"])])
+                      f"parameter; as good within {TIE:.1%}, in 90 % of draws, "
+                      "{:.1f} to {:.1f}.".format(*equal["tokens_per_parameter_interval"])])
 
 
 def plot(result: dict):
     """Loss over FLOPs, a colour a width, with what was fitted and predicted; below, what the law leaves over."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
     figure = Figure(figsize=(8, 7), layout="tight")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     law = [*np.log([result["law"][key] for key in "EAB"]), result["law"]["a"]]
@@ -127,6 +149,8 @@ def plot(result: dict):
                    yerr=[[max(furthest["loss"] - low, 0)], [max(high - furthest["loss"], 0)]],
                    label="predicted, of the config" if own else "predicted, as far as is claimed")
     above.set(xscale="log", yscale="log", ylabel="held-out loss, nats per token")
+    above.yaxis.set_major_formatter(LogFormatter())  # 4, and not 4 x 10^0
+    above.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     below.set(xlabel="training FLOPs", ylabel="predicted over\nmeasured, %")
     above.legend()
     for ax in (above, below):

@@ -121,11 +121,12 @@ def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], whole: floa
     takes = f"{math.ceil(cost[top] / 60)} minutes here, {flops:.3g} FLOPs" if speed else f"{flops:.3g} FLOPs"
     least = ladders[top][0]
     table = least.model.padded_vocab_size * least.model.d_model
-    hint = (f" Of the narrowest rung's {least.n:,} parameters {table:,} are the table's: a smaller --vocab_size in "
-            "prepare.py makes small models cheaper.") if table > least.n / 2 else ""
+    fewer = (f"Of the narrowest rung's {least.n:,} parameters {table:,} are the table's: a smaller --vocab_size in "
+             "prepare.py makes rungs cheaper, as do") if table > least.n / 2 else "Rungs are cheaper with"
     better = ", less than that, and tells more" if whole < flops else ""
     return (f"not enough: the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n"
-            f"  A run of the config itself takes {whole:.3g} FLOPs{better}.{hint}")
+            f"  A run of the config itself takes {whole:.3g} FLOPs{better}.\n  {fewer} a smaller --head_dim, fewer "
+            "--n_kv_heads with --n_heads, fewer --n_layers: another config.")
 
 
 def beyond(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung]) -> str:
@@ -144,8 +145,10 @@ def beyond(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung]
                    f"python ladder.py CONFIG --device=cuda --budget {cost * 1.01:.3g}")
 
 
-def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung], speed: list, n_tokens: int) -> str:
-    """What will be trained and what it costs, and what to say of a config beyond it."""
+def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung], speed: list,
+             n_tokens: int | None) -> str:
+    """What will be trained and what it costs, and what to say of a config beyond it.  n_tokens: of the training text,
+    None where it is not there yet."""
     lines = [f"{'rung':<14}{'shape':>10}{'parameters':>13}{'tokens, of the longest':>24}{'a step':>9}{'steps':>8}"
              f"{'muon_lr':>10}{'adamw_lr':>10}{'FLOPs':>10}"]
     for rung in rungs:
@@ -157,16 +160,18 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
     jobs, most = sum(len(rung.jobs()) for rung in rungs), max(rung.tokens[-1] for rung in rungs)
     took = f", some {seconds(rungs, speed) / 60:.0f} minutes here" if speed else ""
     cost, own = sum(rung.cost() for rung in rungs), own_flops(cfg, train)
-    lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {disk:.1g} GB of disk; the config's own run takes "
-                 f"{own:.3g} FLOPs")
+    lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {max(disk, 0.1):,.1f} GB of disk; the config's own run "
+                 f"takes {own:.3g} FLOPs; what they tell is claimed up to {reach(rungs):.3g}")
     if train.schedule == "cosine" or rungs[0].decay != train.decay_fraction:
         lines.append(f"The rungs end with a decay over {rungs[0].decay:.0%} of their steps, which the config does not: "
                      "it is predicted as if it did.")
     if cost > own / 4:  # FLOPs of narrow models take several times as long
-        lines.append("Narrow models use a machine badly: to train the config may take no longer, and tells more.")
+        lines.append("Narrow models use a machine badly: the config's own run may take no longer, and tells more.")
     if speed:
         lines.append(f"A busy machine is timed otherwise the next time; --budget {cost * 1.01:.3g} is always this one.")
-    if most > PASSES * n_tokens:
+    if n_tokens is None:
+        lines.append(f"{train.data_dir} is not there: planned with the config's vocabulary of {cfg.vocab_size:,} ids.")
+    elif most > PASSES * n_tokens:
         lines.append(f"{train.data_dir} has {n_tokens:,} tokens, which the longest run sees {most / n_tokens:.0f} "
                      "times: beyond four times a text teaches less, and the law knows of no repetition.")
     return "\n".join([*lines, beyond(cfg, train, folder, rungs)])

@@ -76,8 +76,41 @@ def test_what_is_off_is_said():
     assert law_py.warning(points, None) == [] and law_py.missed(points) == pytest.approx(0.01, rel=0.02)
     points[1]["predicted"] = 3.2
     assert "6.7%" in law_py.warning(points, None)[0]
+    points[1]["predicted"], points[2]["predicted"] = 3.0, 2.8  # the other way the logarithm is no longer the ratio
+    assert "6.7%" in law_py.warning(points, None)[0] and "+0.00%" in table(points) and "-6.67%" in table(points)
+    points[1]["predicted"], points[2]["predicted"] = 3.2, 2.97
     low, high = interval([2.0] * 20, off=law_py.missed(points))
     assert low == pytest.approx(2 / (3.2 / 3)) and high == pytest.approx(2 * 3.2 / 3)
+
+
+def table(points, tokens=()):
+    """What is printed of runs, and of widths that are predicted for so many tokens, with a parameter each."""
+    sizes = [dict(width=8, parameters=1, tokens=d, loss=2.0, interval=[1.9, 2.1], bpb=None) for d in tokens or [20]]
+    equal = dict(flops=1e12, sizes=sizes, best_width=8, tokens_per_parameter=9, tokens_per_parameter_interval=[4, 17.6])
+    return law_py.table(dict(law=dict(E=1, A=1, B=1, a=0.3), points=[dict(run="w", tokens=20, parameters=1) | p
+                                                                     for p in points], prediction=None,
+                             equal_cost=equal))
+
+
+def test_what_no_run_was_like_is_marked():
+    """A row with fewer or more tokens per parameter than any run has a star, which is told of."""
+    points = [dict(held_out=True, predicted=3.0, loss=3.0, tokens=d) for d in (5, 40)]
+    said = table(points, [4, 5, 20, 40, 51])
+    assert [line.split()[2] == "*" for line in said.splitlines() if line.startswith("width ")] == [
+        True, False, False, False, True]
+    assert "* no run here had so few or many tokens per parameter (5 to 40)" in said
+    assert "*" not in table(points, [5, 40])
+
+
+def test_the_best_size_is_no_surer_than_the_losses():
+    """The best of widths has the lowest loss; as good are all within half a percent, by LAW's own arithmetic."""
+    sizes = {width: (100 * width ** 2, 1e13 / width ** 2) for width in range(8, 200, 2)}
+    width, (least, most) = law_py.best(LAW, sizes)
+    loss = {other: float(predict(LAW, *size)) for other, size in sizes.items()}
+    assert loss[width] == min(loss.values())
+    for other, (n, d) in sizes.items():
+        assert (least <= d / n <= most) is (loss[other] <= 1.005 * loss[width])
+    assert least < sizes[width][1] / sizes[width][0] < most
 
 
 def test_a_prediction_above_what_was_measured_is_said():
@@ -103,9 +136,10 @@ def test_time():
     assert seconds[1] - seconds[0] == pytest.approx(20) and seconds[2] - seconds[1] == pytest.approx(4 * 30)
     said = rungs.cheapest({48: plan}, {48: 600.0}, 1e9, speed=[1.0])
     assert "itself takes 1e+09 FLOPs, less than that, and tells more" in said
-    assert "takes 1e+19 FLOPs. Of" in rungs.cheapest({48: plan}, {48: 600.0}, 1e19, speed=[1.0])
+    assert "takes 1e+19 FLOPs.\n" in rungs.cheapest({48: plan}, {48: 600.0}, 1e19, speed=[1.0])
     assert "10 minutes here" in said and f"{sum(r.cost() for r in plan) * 1.01:.3g}" in said
     small = rungs.ladder(replace(cfg, vocab_size=512), train, 48, Path("out/ladder"))  # no table to make smaller
+    assert "fewer --n_kv_heads with --n_heads" in said
     assert "--vocab_size" in said and "--vocab_size" not in rungs.cheapest({48: small}, {48: 600.0}, 1e9, speed=[1.0])
     assert rungs.family(replace(cfg, n_layers=3), 16).n_layers == 3 and rungs.family(cfg, 16).n_layers == 3
 
@@ -184,7 +218,7 @@ def test_reach(stack100m):
     assert rungs.reach(short) < rungs.own_flops(cfg, train) <= rungs.reach(enough)
     for steps, dear in ((train.max_steps, False), (2, True)):  # whether the config itself costs as little is said
         said = rungs.describe(cfg, replace(train, max_steps=steps), Path("out/ladder"), small, [], 10**9)
-        assert ("train the config" in said) is dear
+        assert ("Narrow models use" in said) is dear
     for how, other in ((dict(), False), (dict(decay_fraction=0.0), True), (dict(schedule="cosine"), True)):
         plan = rungs.ladder(cfg, replace(train, **how), 96, Path("out/ladder"))
         said = rungs.describe(cfg, replace(train, **how), Path("out/ladder"), plan, [], 10**9)
@@ -242,7 +276,8 @@ def test_a_ladder_stopped_and_gone_on_with(tiny, straight, monkeypatch, capsys):
             tiny("stopped")
         assert stopped.value.code == 1
     monkeypatch.setattr(training, "schedule", schedule)
-    assert re.findall(r"(\S+): loss .* \d\d:\d\d left at this pace", capsys.readouterr().out) == ["width-16-x1"]
+    assert re.findall(r"(\S+): loss .* \d\d:\d\d to \d\d:\d\d left at this pace", capsys.readouterr().out) == [
+        "width-16-x1"]
     (kept,) = json.loads((straight.parent.parent / "stopped" / straight.name / "ladder.json").read_text())["points"]
     one, two = (json.loads((folder / "ladder.json").read_text()) for folder in (straight, tiny("stopped")))
     assert one.pop("asked") | {"out_dir": ""} == two.pop("asked") | {"out_dir": ""}
@@ -291,12 +326,15 @@ def test_run_train_saves_when_it_is_stopped(data, tmp_path):
     code = ("import signal, sys; import ladder; from stack.config import load; "
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
             f"ladder.run_train(*load((ladder.ModelConfig, ladder.TrainConfig), [{str(tmp_path / 'c.json')!r}]))")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(ladder.__file__).parent)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(ladder.__file__).parent,
+                               stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
     while ladder.last_step(tmp_path / "run") < 5 and time.monotonic() < deadline:
         time.sleep(0.1)
     process.terminate()
-    assert process.wait(300) == 143
+    assert "the same command goes on" in process.communicate(timeout=300)[1] and process.returncode == 143
+    with occupied(tmp_path / "run"):  # train.py has ended
+        pass
     assert 5 <= ladder.standing(tmp_path / "run") < 100_000
     with pytest.raises(ladder.RunFailed, match="ended with 2"):
         RUN_TRAIN(configs[0], replace(configs[1], data_dir=str(tmp_path / "none")))
@@ -319,7 +357,9 @@ def test_plan_trains_nothing_and_other_settings_are_refused(tiny, straight, caps
     assert not tiny("planned", "--plan").exists() and "9 runs" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         tiny("straight", "--seed=2")
-    assert "has a ladder of other settings: seed" in capsys.readouterr().err
+    assert "has a ladder of other settings: seed" in (said := capsys.readouterr().err) and "--out_dir=out/NAME" in said
+    tiny("planned", "--plan", "--data_dir=nowhere")  # before there is any text
+    assert "nowhere is not there" in (said := capsys.readouterr().out) and "9 runs" in said
     folder = tiny("orphaned", "--plan")
     (folder / "width-48").mkdir(parents=True)  # runs whose ladder.json is gone, and with it what they were made with
     begun = json.dumps({"asked": {}, "top": 48})
