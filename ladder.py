@@ -174,7 +174,7 @@ def climb(rungs: list[Rung], keep) -> list[dict]:
                 if fresh:  # a small machine takes its time by tokens, a large one by FLOPs
                     keep(points)
                     left = sorted((total - done) / here * (time.monotonic() - began))
-                    said += f", {' to '.join(map(tqdm.format_interval, left))} left at this pace"
+                    said += f", {' to '.join(map(tqdm.format_interval, left))} left at this pace" if left[1] > 1 else ""
                 tqdm.write(said)
     bar.close()
     return points

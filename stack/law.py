@@ -122,7 +122,7 @@ def table(result: dict) -> str:
     return "\n".join([*lines, "", f"Each width at {equal['flops']:.3g} FLOPs"
                       + ("." if own else f", {REACH} times the largest fitted run; the config's own run is beyond.")
                       + f" Best there: width {equal['best_width']:,}, {equal['tokens_per_parameter']:.1f} tokens per "
-                      f"parameter; as good within {TIE:.1%}, in 90 % of draws, "
+                      f"parameter; as good within {TIE * 100:g} %, in 90 % of draws, "
                       "{:.1f} to {:.1f}.".format(*equal["tokens_per_parameter_interval"])])
 
 
