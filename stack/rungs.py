@@ -107,10 +107,15 @@ def own_flops(cfg: ModelConfig, train: TrainConfig) -> float:
 def seconds(rungs: list[Rung], speed: list[list[float]]) -> float:
     """What all jobs take, by probes of the narrowest width and a wide one: [FLOPs per token, seconds per token, seconds
     to start once compiled, and before]; a rung's first job compiles."""
-    (f0, s0, start, *cold), (f1, s1, *_) = speed
-    slope = max(s1 - s0, 0) / (f1 - f0)
-    return sum(rung.cost() / rung.flops_per_token * (s0 + slope * (rung.flops_per_token - f0))
+    (_, _, start, *cold), _ = speed
+    return sum(rung.cost() / rung.flops_per_token * per_token(rung.flops_per_token, speed)
                + start * (len(rung.jobs()) - 1) + max(start, *cold) for rung in rungs)
+
+
+def per_token(flops: float, speed: list[list[float]]) -> float:
+    """Seconds that a token of so many FLOPs takes, by the same probes: a narrow model may be no faster a token."""
+    (f0, s0, *_), (f1, s1, *_) = speed
+    return s0 + max(s1 - s0, 0) / (f1 - f0) * (flops - f0)
 
 
 def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], whole: float, speed: list) -> str:
@@ -118,15 +123,16 @@ def cheapest(ladders: dict[int, list[Rung]], cost: dict[int, float], whole: floa
     config's own run takes `whole` FLOPs."""
     top = min(cost, key=cost.get)
     flops = sum(rung.cost() for rung in ladders[top])
-    takes = f"{math.ceil(cost[top] / 60)} minutes here, {flops:.3g} FLOPs" if speed else f"{flops:.3g} FLOPs"
+    takes = f"{math.ceil(cost[top] / 60)} minutes here, as busy as it is, " * bool(speed) + f"{flops:.3g} FLOPs"
     least = ladders[top][0]
     table = least.model.padded_vocab_size * least.model.d_model
     fewer = (f"Of the narrowest rung's {least.n:,} parameters {table:,} are the table's: a smaller --vocab_size in "
              "prepare.py makes rungs cheaper, as do") if table > least.n / 2 else "Rungs are cheaper with"
     better = ", less than that, and tells more" if whole < flops else ""
-    return (f"not enough: the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}.\n"
-            f"  A run of the config itself takes {whole:.3g} FLOPs{better}.\n  {fewer} a smaller --head_dim, fewer "
-            "--n_kv_heads with --n_heads, fewer --n_layers: another config.")
+    return (f"not enough: the smallest ladder below this model takes {takes}. Give it --budget {flops * 1.01:.3g}, "
+            "which is the same however busy a machine is.\n"
+            f"  A run of the config itself takes {whole:.3g} FLOPs{better}.\n  {fewer} narrower heads (--head_dim), "
+            "fewer of them (--n_kv_heads, --n_heads), fewer --n_layers; the answer is then of that config.")
 
 
 def beyond(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Rung]) -> str:
@@ -158,10 +164,12 @@ def describe(cfg: ModelConfig, train: TrainConfig, folder: Path, rungs: list[Run
                      f"{rung.cost():>10.2g}{'  not fitted' * rung.held_out}")
     disk = sum(12 * rung.n * (len(POINTS) * 2 + POINTS[-1] // POINTS[0]) for rung in rungs) / 1e9
     jobs, most = sum(len(rung.jobs()) for rung in rungs), max(rung.tokens[-1] for rung in rungs)
-    took = f", some {seconds(rungs, speed) / 60:.0f} minutes here" if speed else ""
-    cost, own = sum(rung.cost() for rung in rungs), own_flops(cfg, train)
+    cost, own, took, alone = sum(rung.cost() for rung in rungs), own_flops(cfg, train), "", ""
+    if speed:
+        took, alone = (f", some {time / 60:.0f} minutes here" for time in (
+            seconds(rungs, speed), train.tokens * per_token(own / train.tokens, speed)))
     lines.append(f"{jobs} runs, {cost:.3g} FLOPs{took}, up to {max(disk, 0.1):,.1f} GB of disk; the config's own run "
-                 f"takes {own:.3g} FLOPs; what they tell is claimed up to {reach(rungs):.3g}")
+                 f"takes {own:.3g} FLOPs{alone}; what they tell is claimed up to {reach(rungs):.3g}")
     if train.schedule == "cosine" or rungs[0].decay != train.decay_fraction:
         lines.append(f"The rungs end with a decay over {rungs[0].decay:.0%} of their steps, which the config does not: "
                      "it is predicted as if it did.")

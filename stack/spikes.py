@@ -2,9 +2,9 @@
 
 The norm's logarithm is followed by a mean and a variance that forget within some MEMORY steps.  A spike is more than
 USUAL standard deviations above that mean, fewer where fewer are to be skipped, and at least twice what it stands for.
-A spike moves both as if it were only that high: one alone leaves them nearly as they were, while a lasting change is
-the new normal after some ten steps, so that training cannot skip its way to the end.  The three numbers are part of a
-run's state.
+A spike moves both as if it were only that high: one alone leaves the mean nearly as it was and the deviation a third
+wider, so that of a burst the lower ones may pass; a lasting change is the new normal after some ten steps, so that
+training cannot skip its way to the end.  The three numbers are part of a run's state.
 """
 
 import math

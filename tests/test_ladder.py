@@ -139,7 +139,7 @@ def test_time():
     assert "takes 1e+19 FLOPs.\n" in rungs.cheapest({48: plan}, {48: 600.0}, 1e19, speed=[1.0])
     assert "10 minutes here" in said and f"{sum(r.cost() for r in plan) * 1.01:.3g}" in said
     small = rungs.ladder(replace(cfg, vocab_size=512), train, 48, Path("out/ladder"))  # no table to make smaller
-    assert "fewer --n_kv_heads with --n_heads" in said
+    assert "--n_kv_heads" in said and "however busy" in said
     assert "--vocab_size" in said and "--vocab_size" not in rungs.cheapest({48: small}, {48: 600.0}, 1e9, speed=[1.0])
     assert rungs.family(replace(cfg, n_layers=3), 16).n_layers == 3 and rungs.family(cfg, 16).n_layers == 3
 
@@ -219,6 +219,9 @@ def test_reach(stack100m):
     for steps, dear in ((train.max_steps, False), (2, True)):  # whether the config itself costs as little is said
         said = rungs.describe(cfg, replace(train, max_steps=steps), Path("out/ladder"), small, [], 10**9)
         assert ("Narrow models use" in said) is dear
+    speed = [[small[0].flops_per_token, 1e-6, 1, 9], [small[3].flops_per_token, 1e-6, 1]]  # a microsecond for any token
+    said = rungs.describe(cfg, train, Path("out/ladder"), small, speed, 10**9)
+    assert f"own run takes {rungs.own_flops(cfg, train):.3g} FLOPs, some {train.tokens / 6e7:.0f} minutes here" in said
     for how, other in ((dict(), False), (dict(decay_fraction=0.0), True), (dict(schedule="cosine"), True)):
         plan = rungs.ladder(cfg, replace(train, **how), 96, Path("out/ladder"))
         said = rungs.describe(cfg, replace(train, **how), Path("out/ladder"), plan, [], 10**9)
